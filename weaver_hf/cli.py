@@ -1,0 +1,279 @@
+"""`weaver-hf`: see a Weaver at work, and measure one."""
+
+import json
+import sys
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated, Any
+
+import torch
+import transformers
+import typer
+from rich.columns import Columns
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import Progress
+from rich.prompt import Prompt as Ask
+from rich.table import Table
+from rich.text import Text
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.generation.streamers import BaseStreamer
+
+from .bench import DOMAINS, load_prompts, run_bench
+from .bench.harness import report
+from .errors import WeaverError
+from .modeling_weaver import WeaverModel
+from .tiny import TARGET, WEAVER
+
+app = typer.Typer(
+    help="Lossless tree decoding for Hugging Face transformers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+# In this order, one colour an accepted run; readable on dark and light backgrounds.
+RUN_COLOURS = ("green", "blue", "magenta", "dark_orange3")
+DEMO_PROMPT = (
+    "Tom has 3 boxes. Each box holds 12 pencils. He gives 8 pencils to Ana. How many pencils does Tom have left?"
+)
+
+TargetOption = Annotated[str, typer.Option(help="Target: a local folder or a Hub id.")]
+WeaverOption = Annotated[str, typer.Option(help="Weaver: a local folder or a Hub id.")]
+
+
+def main() -> None:
+    """Entry point: a user's error is one line on stderr and exit code 2, never a traceback."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        app()
+    except (WeaverError, OSError) as error:
+        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+
+
+@app.callback()
+def _root() -> None:
+    """Keeps `weaver-hf` a group of commands."""
+
+
+@app.command()
+def demo(
+    prompt: Annotated[str, typer.Option(help="What to continue or answer.")] = DEMO_PROMPT,
+    interactive: Annotated[
+        bool, typer.Option("--interactive", "-i", help="Ask for prompts until an empty one.")
+    ] = False,
+    raw: Annotated[bool, typer.Option(help="Continue the text as it is, without the chat template.")] = False,
+    target: TargetOption = str(TARGET),
+    weaver: WeaverOption = str(WEAVER),
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the text.")] = 96,
+    budget: Annotated[int | None, typer.Option(help="Drafted nodes a step; by default the Weaver's own.")] = None,
+) -> None:
+    """Write a text with trees, then without, and compare.
+
+    Each accepted run of tokens has its own colour: one colour, one pass of the target.
+
+    [dim]Example:[/] weaver-hf demo --prompt "Once upon a time" --raw --max-new-tokens 64
+    """
+    console = Console(highlight=False)
+    model, tokenizer, drafter = load(target, weaver)
+    if budget is not None:
+        drafter.tree_config.budget = budget
+    differs = False
+    while True:
+        if interactive:
+            prompt = Ask.ask("[bold]prompt[/] (empty to leave)", console=console, default="", show_default=False)
+            if not prompt:
+                break
+        differs |= not show(console, model, tokenizer, drafter, prompt, raw, max_new_tokens)
+        if not interactive:
+            break
+    # In fp32 a difference is a fault; in bf16 tree and chain round differently, as prefill and decoding do.
+    raise typer.Exit(1 if differs and model.dtype == torch.float32 else 0)
+
+
+def load(target: str, weaver: str) -> tuple[Any, Any, WeaverModel]:
+    """Target, tokenizer and attached Weaver: fp32 on a CPU, the checkpoint's dtype on an accelerator."""
+    on_gpu = torch.cuda.is_available()
+    options: dict[str, Any] = {"dtype": "auto", "device_map": "auto"} if on_gpu else {"dtype": torch.float32}
+    model = AutoModelForCausalLM.from_pretrained(target, **options)
+    return model, AutoTokenizer.from_pretrained(target), WeaverModel.from_pretrained(weaver).attach(model)
+
+
+def show(
+    console: Console, model: Any, tokenizer: Any, weaver: WeaverModel, prompt: str, raw: bool, max_new_tokens: int
+) -> bool:
+    """One prompt of the demo; returns whether both texts are identical."""
+    if tokenizer.chat_template and not raw:
+        chat = [{"role": "user", "content": prompt}]
+        prompt_text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    else:
+        prompt_text = prompt
+    inputs = tokenizer(prompt_text, return_tensors="pt").to(model.device)
+    length = inputs.input_ids.shape[1]
+    options = {"max_new_tokens": max_new_tokens, "do_sample": False}
+    for assistant in ({}, {"assistant_model": weaver}):  # the first call of each kind pays for lazy loading
+        model.generate(**inputs, **{**options, "max_new_tokens": 4}, **assistant)
+
+    console.print(Text(prompt, style="dim"))
+    start = perf_counter()
+    assisted = model.generate(**inputs, **options, assistant_model=weaver, streamer=RunStreamer(tokenizer, console))[
+        0, length:
+    ].tolist()
+    assisted_seconds = perf_counter() - start
+    start = perf_counter()
+    plain = model.generate(**inputs, **options)[0, length:].tolist()
+    plain_seconds = perf_counter() - start
+    stats = weaver.stats
+    assert stats is not None
+
+    def panel(title: str, ids: list[int]) -> Panel:
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        return Panel(Text(text), title=title, width=max(30, console.width // 2 - 1))
+
+    console.print(Columns([panel("plain", plain), panel("with the Weaver", assisted)]))
+    identical = assisted == plain
+    same = next((i for i, (a, b) in enumerate(zip(assisted, plain)) if a != b), min(len(assisted), len(plain)))
+    table = Table(title=f"identical: {'yes' if identical else f'NO, first at token {same}'}", title_justify="left")
+    for column in ("", "target passes", "tokens", "tokens a pass", "seconds", "tokens/s"):
+        table.add_column(column, justify="left" if column == "" else "right")
+    for name, ids, passes, seconds in (
+        ("plain", plain, len(plain), plain_seconds),
+        ("with the Weaver", assisted, stats.steps + 1, assisted_seconds),
+    ):
+        table.add_row(
+            name, str(passes), str(len(ids)), f"{len(ids) / passes:.2f}", f"{seconds:.2f}", f"{len(ids) / seconds:.1f}"
+        )
+    console.print(table)
+    if stats.best_tree is not None:
+        console.print("The tree with the longest accepted path (*), each node with its probability given its parent:")
+        console.print(Text(str(stats.best_tree.annotate(lambda ids: tokenizer.decode(ids)))), soft_wrap=True)
+    return identical
+
+
+class RunStreamer(BaseStreamer):
+    """Prints each run of tokens that a step emitted in its own colour, as soon as its text is complete."""
+
+    def __init__(self, tokenizer: Any, console: Console) -> None:
+        self.tokenizer, self.console = tokenizer, console
+        self.ids: list[int] = []
+        self.printed = ""
+        self.runs = -1  # the prompt comes first
+
+    def put(self, value: torch.Tensor) -> None:
+        if self.runs >= 0:
+            self.ids.extend(value.flatten().tolist())
+            text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
+            if not text.endswith("\ufffd"):  # half a character: wait for the rest
+                colour = RUN_COLOURS[self.runs % len(RUN_COLOURS)]
+                self.console.print(Text(text[len(self.printed) :], style=colour), end="", soft_wrap=True)
+                self.printed = text
+        self.runs += 1
+
+    def end(self) -> None:
+        self.console.print()
+
+
+@app.command()
+def bench(
+    domain: Annotated[list[str] | None, typer.Option(help=f"Prompt domains: {', '.join(DOMAINS)}. [all]")] = None,
+    prompts: Annotated[int, typer.Option(min=1, max=30, help="Prompts a domain.")] = 3,
+    builder: Annotated[list[str] | None, typer.Option(help="Tree builders. [suffix]")] = None,
+    budget: Annotated[list[int] | None, typer.Option(min=1, help="Drafted nodes a step. [7, 15, 31]")] = None,
+    temperature: Annotated[list[float] | None, typer.Option(min=0, help="0 is greedy. [0]")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens a prompt.")] = 64,
+    target: TargetOption = str(TARGET),
+    weaver: WeaverOption = str(WEAVER),
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's own choice.")] = None,
+    seed: Annotated[int, typer.Option(help="Of sampling and of the bootstrap.")] = 0,
+    output: Annotated[Path | None, typer.Option("--json", help="Also write everything to this file.")] = None,
+) -> None:
+    """Measure acceptance and time by prompt domain, builder and budget.
+
+    Accepted: drafted tokens accepted a step, mean over steps [95 % interval over prompts]; loop-free: of the steps
+    before the text first repeats an 8-gram. Options that are lists can be given several times.
+
+    [dim]Example:[/] weaver-hf bench --domain math --domain code --budget 15 --prompts 30 --json bench.json
+    """
+    console = Console(highlight=False)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    settings: dict[str, Any] = {
+        "domains": domain or list(DOMAINS),
+        "prompts": prompts,
+        "builders": builder or ["suffix"],
+        "budgets": budget or [7, 15, 31],
+        "temperatures": temperature or [0.0],
+        "max_new_tokens": max_new_tokens,
+        "target": target,
+        "weaver": weaver,
+        "seed": seed,
+    }
+    unknown = sorted(set(settings["domains"]) - set(DOMAINS))
+    if unknown:
+        raise typer.BadParameter(f"unknown domains {unknown}; choose from {', '.join(DOMAINS)}", param_hint="--domain")
+    model, tokenizer, drafter = load(target, weaver)
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        results = run_bench(
+            model,
+            tokenizer,
+            drafter,
+            load_prompts(settings["domains"], prompts),
+            builders=settings["builders"],
+            budgets=settings["budgets"],
+            temperatures=settings["temperatures"],
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            progress=lambda items, total: bar.track(items, total=total, description="prompts"),
+        )
+    data = report(results, model, settings, seed)
+    console.print(bench_table(data))
+    if output is not None:
+        output.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        console.print(f"written to {output}")
+
+
+def bench_table(data: dict[str, Any]) -> Table:
+    """The summary of a bench report as a table."""
+    env = data["environment"]
+    table = Table(
+        title=f"{data['settings']['max_new_tokens']} new tokens, {env['dtype']}, {env['device']}, "
+        f"{env['threads']} threads, torch {env['torch']}, transformers {env['transformers']}"
+    )
+    columns = (
+        "T",
+        "builder",
+        "budget",
+        "domain",
+        "accepted a step",
+        "loop-free",
+        "tokens a pass",
+        "speed-up",
+        "identical",
+    )
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("builder", "domain") else "right")
+
+    def cell(value: dict[str, Any]) -> str:
+        return "–" if value["mean"] is None else f"{value['mean']:.2f} [{value['low']:.2f}, {value['high']:.2f}]"
+
+    for row in data["summary"]:
+        table.add_row(
+            f"{row['temperature']:g}",
+            row["builder"],
+            str(row["budget"]),
+            row["domain"],
+            cell(row["accepted_per_step"]),
+            cell(row["accepted_per_step_loop_free"]),
+            f"{row['tokens_per_pass']:.2f}",
+            f"{row['speedup']:.2f}x",
+            f"{row['identical']}/{row['prompts']}",
+            end_section=row["domain"] == "all",
+        )
+    return table
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""What every tree builder is given and gives."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ..target.taps import TapStates
+from ..tree import TokenTree
+
+__all__ = ["DraftContext", "TreeBuilder"]
+
+
+@dataclass(frozen=True)
+class DraftContext:
+    """What a step knows before it drafts.
+
+    Attributes:
+        history: the committed token ids of each row, on the host; the last one is the anchor. It grows between calls.
+        taps: states of the rows that entered the target's cache since the last call (the prompt at first, then each
+            accepted path); None where the Weaver has no taps.
+        device: where the tree belongs.
+    """
+
+    history: Sequence[Sequence[int]]
+    taps: TapStates | None
+    device: torch.device
+
+
+class TreeBuilder(Protocol):
+    """Grows one tree for each row. Made anew for each call of `generate`, so it may keep an index of the text."""
+
+    def __call__(self, context: DraftContext) -> TokenTree:
+        """A tree on the context's device, rooted at the last token of each row."""
+        ...

@@ -1,0 +1,100 @@
+"""What a call of `generate` reports: acceptance as the whole project counts it, and where the time went."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from .tree import TokenTree
+
+__all__ = ["GenerationStats"]
+
+
+@dataclass
+class GenerationStats:
+    """Acceptance and time of one call of `generate`.
+
+    A step is one verification. The step that a length limit ends is left out of the means, because it might have
+    accepted more; a step that ends in EOS or a stop string counts up to it.
+
+    Attributes:
+        runs: tokens emitted by each step, the bonus token counted (the prefill's token is in none).
+        last_cut: a length limit ended the last step.
+        drafted_nodes: nodes drafted over all steps, roots not counted.
+        seconds: host seconds by part: prefill, draft, commit, verify, accept. On an accelerator, work is asynchronous
+        and
+            the wait for it falls into `accept`, where the accepted tokens come back.
+        best_tree: the tree with the longest accepted path, which is marked in it.
+    """
+
+    runs: list[int] = field(default_factory=list)
+    last_cut: bool = False
+    drafted_nodes: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    best_tree: TokenTree | None = None
+
+    @property
+    def steps(self) -> int:
+        """Verifications; with the prefill, `steps + 1` passes of the target."""
+        return len(self.runs)
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens generated, the prefill's included."""
+        return sum(self.runs) + 1
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean tokens a step, the bonus token counted; NaN where no whole step was run."""
+        whole = self.whole_runs
+        return sum(whole) / len(whole) if whole else math.nan
+
+    @property
+    def accepted_per_step(self) -> float:
+        """Mean drafted tokens accepted a step (the paper's accepted draft length); NaN where no whole step was run."""
+        return self.tokens_per_step - 1
+
+    @property
+    def histogram(self) -> dict[int, int]:
+        """Accepted drafted tokens -> number of whole steps."""
+        return dict(sorted(Counter(run - 1 for run in self.whole_runs).items()))
+
+    @property
+    def whole_runs(self) -> list[int]:
+        """The runs that enter the means."""
+        return self.runs[:-1] if self.last_cut else self.runs
+
+    def record(self, tree: TokenTree, path: list[int], cut: bool) -> None:
+        """Count one step that emitted a token at each node of `path`."""
+        if len(path) > max(self.runs, default=0):
+            self.best_tree = tree.annotate(accepted=torch.tensor([path]))
+        self.runs.append(len(path))
+        self.last_cut = cut
+        self.drafted_nodes += int(tree.sizes.sum()) - tree.batch_size
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Add the time of the block to `seconds[part]`."""
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[part] = self.seconds.get(part, 0.0) + perf_counter() - start
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers for JSON; a mean over no step is None."""
+        means = {"tokens_per_step": self.tokens_per_step, "accepted_per_step": self.accepted_per_step}
+        return {
+            "steps": self.steps,
+            "new_tokens": self.new_tokens,
+            "target_passes": self.steps + 1,
+            **{name: None if math.isnan(mean) else mean for name, mean in means.items()},
+            "histogram": self.histogram,
+            "drafted_nodes": self.drafted_nodes,
+            "seconds": dict(self.seconds),
+        }
