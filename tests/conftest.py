@@ -1,0 +1,34 @@
+"""Fixtures. One torch thread a worker: two-thread torch on a busy two-core machine was 30 times slower."""
+
+import pytest
+import torch
+import transformers
+from support import tiny_random_model
+from weaver_hf import WeaverConfig, WeaverModel, load_tiny
+
+torch.set_num_threads(1)
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def trio():
+    """The embedded model, tokenizer and Weaver. Tests must leave them attached and as they were."""
+    return load_tiny()
+
+
+@pytest.fixture
+def model():
+    """A small random hybrid of its own for each test: two periods of (GDN, GDN, GDN, attention) would be too slow."""
+    return tiny_random_model()
+
+
+@pytest.fixture
+def weaver(model):
+    """A weightless Weaver attached to `model`."""
+    return WeaverModel(WeaverConfig()).attach(model)
