@@ -19,8 +19,9 @@ __all__ = ["SuffixBuilder"]
 NGRAM_LENGTHS = (4, 2, 1)  # indexed contexts; longer matches are found by walking back from them
 MAX_OCCURRENCES = 32  # most recent ones first
 MAX_MATCH = 24  # tokens
-MATCH_BASE = 2.0  # a match longer by one token weighs twice as much
-ESCAPE = 1.0  # mass kept for an unseen token, in weights of a one-token match; each further token of a match halves it
+# These two are fitted: on the embedded target's loop-free text the trees' own probabilities add up to what is accepted.
+MATCH_BASE = 1.4  # weight of a match that is longer by one token
+ESCAPE = 3.0  # mass kept for an unseen token, in weights of a one-token match
 
 # An occurrence: where its next token stands, where its continuation began, and its weight.
 _Occurrence = tuple[int, int, float]

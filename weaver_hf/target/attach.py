@@ -4,6 +4,7 @@ A class swap, because bound-method patches are lost when transformers kernelizes
 global patches reach models that nobody attached. The subclasses carry the names of their originals and pickle as them.
 """
 
+import copyreg
 import functools
 import inspect
 import sys
@@ -122,14 +123,14 @@ def _subclass(original: Any, mixin: Any) -> type:
 
 
 def _reduce_as_original(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-    """Pickle and deep-copy as the original class, without the attachment."""
+    """Pickle and deep-copy as the original class, without the attachment and without a need for this package.
+
+    `_reconstructor` makes the object: `__newobj__`, the usual one, insists on the class that the instance has now.
+    """
     swapped: Any = type(self)
-    original = swapped._weaver_original
     reduced: Any = super(swapped, self).__reduce_ex__(protocol)
-    function, arguments, state, *rest = reduced
-    arguments = tuple(original if argument is swapped else argument for argument in arguments)
-    state = {name: value for name, value in state.items() if name != _ATTACHMENT}
-    return (function, arguments, state, *rest)
+    state = {name: value for name, value in reduced[2].items() if name != _ATTACHMENT}
+    return (copyreg._reconstructor, (swapped._weaver_original, object, None), state)  # type: ignore[attr-defined]
 
 
 def _swap(module: nn.Module, cls: type) -> None:
