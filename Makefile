@@ -1,6 +1,6 @@
 # Two commands on a fresh machine: `make demo` and `make test`. Python 3.10 to 3.12.
 PYTHON ?= python3
-PYTEST = -m pytest -n 2 -p no:cacheprovider
+PYTEST = -m pytest -n 2 --dist loadgroup -p no:cacheprovider
 
 .PHONY: demo test test-slow test-gpu lint bench clean
 

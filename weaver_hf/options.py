@@ -60,10 +60,6 @@ def check_options(
             "greedy decoding of one sequence",
             "Pass `num_beams=1` and drop the options of that mode, or leave out `assistant_model`.",
         )
-    if config.num_return_sequences not in (None, 1):
-        raise UnsupportedOptionError(
-            f"num_return_sequences={config.num_return_sequences}", "1", "Greedy decoding returns one sequence; pass 1."
-        )
     for name in _RIVALS:
         if value := getattr(config, name):
             raise UnsupportedOptionError(

@@ -1,0 +1,35 @@
+"""WeaverConfig and TreeConfig: defaults, round trips, unknown settings."""
+
+import pytest
+from transformers import AutoConfig
+from weaver_hf import TreeConfig, WeaverConfig
+from weaver_hf.errors import TreeConfigError
+
+
+def test_the_default_budget_depends_on_the_device():
+    assert TreeConfig().nodes_on("cpu") == 15
+    assert TreeConfig().nodes_on("cuda") == 63
+    assert TreeConfig(budget=7).nodes_on("cuda") == 7
+
+
+def test_a_config_round_trips_through_json(tmp_path):
+    config = WeaverConfig(
+        vocab_size=99,
+        hidden_size=8,
+        target_layer_ids=[1, 3],
+        tree_config=TreeConfig(budget=31),
+        base_model_name_or_path="org/target",
+        eos_token_id=5,
+    )
+    config.save_pretrained(tmp_path)
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    assert type(loaded) is WeaverConfig
+    for name in ("vocab_size", "hidden_size", "target_layer_ids", "tree_config", "base_model_name_or_path", "eos_token_id"):
+        assert getattr(loaded, name) == getattr(config, name)
+    assert loaded.tree_config == {"builder": "suffix", "budget": 31}
+
+
+@pytest.mark.parametrize("tree_config", [{"bugdet": 3}, {"budget": 0}])
+def test_a_config_with_a_wrong_tree_setting_is_refused(tree_config):
+    with pytest.raises(TreeConfigError):
+        WeaverConfig(tree_config=tree_config)

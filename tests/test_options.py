@@ -1,0 +1,116 @@
+"""Bad input: each refusal says what was found, what was expected and what to do, before any work is done."""
+
+import pytest
+import torch
+from support import prompt_ids, tiny_random_model
+from transformers import StaticCache
+from weaver_hf import WeaverConfig, WeaverModel
+from weaver_hf.errors import (
+    EmptyPromptError,
+    NotAttachedError,
+    SamplingNotSupportedError,
+    TreeConfigError,
+    UnsupportedCacheError,
+    UnsupportedOptionError,
+    WeaverError,
+)
+from weaver_hf.target.compat import CACHE_KEY
+
+
+def refused(model, weaver, error, match, ids=None, **options):
+    """The call raises before the target has run once."""
+    ran = []
+    handle = model.model.register_forward_hook(lambda *args: ran.append(1))
+    try:
+        with pytest.raises(error, match=match) as info:
+            defaults = {"assistant_model": weaver, "max_new_tokens": 4}
+            model.generate(prompt_ids() if ids is None else ids, **defaults, **options)
+    finally:
+        handle.remove()
+    assert not ran
+    assert isinstance(info.value, WeaverError)
+    assert all((info.value.found, info.value.expected, info.value.fix))
+    assert str(info.value).startswith("Found ")
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"num_beams": 2}, "generation mode 'beam_search' .num_beams=2."),
+        ({"use_cache": False}, "use_cache=False"),
+        ({"cache_implementation": "static"}, "cache_implementation='static'"),
+        ({"cache_implementation": "quantized"}, "cache_implementation='quantized'"),
+        ({"cache_implementation": "offloaded"}, "cache_implementation='offloaded'"),
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3 beside a Weaver"),
+        ({"use_mtp": True}, "use_mtp=True beside"),
+        ({"speculation_type": "dflash"}, "speculation_type='dflash'"),
+        ({"assistant_early_exit": 2}, "assistant_early_exit=2"),
+        ({"assistant_ensemble_weight": 0.5}, "assistant_ensemble_weight=0.5"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions=True"),
+        ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states=True"),
+        ({"synced_gpus": True}, "synced_gpus=True"),
+        ({"assistant_tokenizer": object()}, "assistant_tokenizer"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_unsupported_options_are_refused_by_name(options, match):
+    model = tiny_random_model("eager")  # output_attentions needs eager anyway
+    refused(model, WeaverModel(WeaverConfig()).attach(model), UnsupportedOptionError, match, **options)
+
+
+def test_sampling_is_refused_until_it_is_implemented(model, weaver):
+    refused(model, weaver, SamplingNotSupportedError, "do_sample=False", do_sample=True)
+    assert issubclass(SamplingNotSupportedError, NotImplementedError)
+
+
+def test_sampling_set_in_the_models_generation_config_is_named(model, weaver):
+    model.generation_config.do_sample = True
+    refused(model, weaver, SamplingNotSupportedError, "set in the model's generation_config")
+
+
+def test_batches_are_refused(model, weaver):
+    ids = prompt_ids().repeat(2, 1)
+    refused(model, weaver, UnsupportedOptionError, "a batch of 2 sequences", ids, attention_mask=torch.ones_like(ids))
+
+
+def test_an_empty_prompt_is_refused(model, weaver):
+    ids = torch.zeros(1, 0, dtype=torch.long)
+    refused(model, weaver, EmptyPromptError, "0 tokens", ids, attention_mask=torch.ones_like(ids))
+
+
+def test_a_static_cache_is_refused(model, weaver):
+    cache = StaticCache(config=model.config, max_cache_len=64)
+    refused(model, weaver, UnsupportedCacheError, "StaticCache", **{CACHE_KEY: cache})
+
+
+@pytest.mark.parametrize("where", ["nowhere", "another model"])
+def test_a_weaver_that_is_not_attached_here_is_refused(model, weaver, where):
+    other = WeaverModel(WeaverConfig())
+    elsewhere = tiny_random_model()  # kept alive while the call runs
+    if where == "another model":
+        other.attach(elsewhere)
+    refused(model, other, NotAttachedError, "no model" if where == "nowhere" else "another model")
+
+
+def test_an_unknown_builder_is_refused_with_the_list_of_those_there_are(model, weaver):
+    weaver.tree_config.builder = "sufix"
+    refused(model, weaver, TreeConfigError, r"builder 'sufix'; expected one of \['suffix'\]")
+
+
+@pytest.mark.parametrize("budget", [0, -1, 2.5, "7", True])
+def test_a_budget_below_one_is_refused_on_assignment(weaver, budget):
+    with pytest.raises(TreeConfigError, match="at least 1"):
+        weaver.tree_config.budget = budget
+    assert weaver.tree_config.budget is None
+
+
+def test_a_misspelt_tree_setting_is_no_silent_attribute(weaver):
+    with pytest.raises(AttributeError):
+        weaver.tree_config.bugdet = 7
+
+
+def test_errors_survive_pickling():
+    import pickle
+
+    error = pickle.loads(pickle.dumps(UnsupportedOptionError("a", "b", "C.")))
+    assert (error.found, error.expected, error.fix) == ("a", "b", "C.")
