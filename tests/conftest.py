@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers
 from support import tiny_random_model
+
 from weaver_hf import WeaverConfig, WeaverModel, load_tiny
 
 torch.set_num_threads(1)

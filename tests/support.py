@@ -7,6 +7,7 @@ import random
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
 from weaver_hf import TokenTree
 from weaver_hf.bench import load_prompts
 from weaver_hf.proposal import DraftContext

@@ -4,6 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support import KINDS, random_tree
+
 from weaver_hf import TokenTree
 from weaver_hf.acceptance import follow
 

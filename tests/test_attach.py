@@ -12,6 +12,7 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from support import OracleBuilder, prompt_ids, tiny_random_config, tiny_random_model
 from transformers import Qwen3_5ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
+
 from weaver_hf import WeaverConfig, WeaverModel
 from weaver_hf.errors import CheckpointError, NotAttachedError, UnsupportedModelError
 from weaver_hf.proposal import BUILDERS
@@ -100,7 +101,9 @@ def test_a_weaver_serves_one_model_at_a_time(model):
     weaver.detach().attach(tiny_random_model())
 
 
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True}, {"num_return_sequences": 2, "num_beams": 2}])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_beams": 3}, {"do_sample": True}, {"num_return_sequences": 2, "num_beams": 2}]
+)
 def test_generation_without_a_weaver_is_unchanged(model, weaver, options):
     ids = torch.cat([prompt_ids(seed=1), prompt_ids(seed=2)])
     outputs = []
@@ -193,7 +196,9 @@ def test_a_lora_wrapped_target_decodes_through_peft(model, monkeypatch, order):
     weaver = None
     if order == "attach-then-wrap":
         weaver = WeaverModel(WeaverConfig()).attach(model)
-    wrapped = get_peft_model(model, LoraConfig(target_modules=["q_proj", "in_proj_qkv", "in_proj_b"], task_type="CAUSAL_LM"))
+    wrapped = get_peft_model(
+        model, LoraConfig(target_modules=["q_proj", "in_proj_qkv", "in_proj_b"], task_type="CAUSAL_LM")
+    )
     with torch.no_grad():
         for name, parameter in wrapped.named_parameters():
             if "lora_B" in name:
@@ -213,7 +218,9 @@ def test_a_lora_wrapped_target_decodes_through_peft(model, monkeypatch, order):
 
 
 def test_prompt_learning_is_refused(model):
-    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, token_dim=64, num_layers=4, num_attention_heads=4)
+    config = PromptTuningConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=3, token_dim=64, num_layers=4, num_attention_heads=4
+    )
     with pytest.raises(UnsupportedModelError, match="learns a prompt"):
         WeaverModel(WeaverConfig()).attach(get_peft_model(model, config))
 
@@ -228,7 +235,9 @@ def test_other_families_are_refused_with_the_list_of_those_supported():
 @pytest.mark.parametrize("field", [{"vocab_size": 4096}, {"hidden_size": 65}])
 def test_a_weaver_made_for_another_target_is_refused_with_both_values(model, field):
     ((name, value),) = field.items()
-    with pytest.raises(CheckpointError, match=rf"{name} {value}; expected {name} {getattr(tiny_random_config(), name)}"):
+    with pytest.raises(
+        CheckpointError, match=rf"{name} {value}; expected {name} {getattr(tiny_random_config(), name)}"
+    ):
         WeaverModel(WeaverConfig(**field)).attach(model)
     assert type(model) is Qwen3_5ForCausalLM, "refused before anything was swapped"
 
@@ -262,6 +271,7 @@ def test_a_replaced_mixer_forward_is_an_error_not_a_wrong_text(model, oracle):
 
 def test_an_old_transformers_is_refused(model, monkeypatch):
     from packaging.version import Version
+
     from weaver_hf.target import compat
 
     monkeypatch.setattr(compat, "TRANSFORMERS", Version("5.16.1"))

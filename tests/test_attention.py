@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support import prompt_ids, tiny_random_model
+
 from weaver_hf.target.attention import tree_attention
 
 

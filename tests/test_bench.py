@@ -3,6 +3,7 @@
 import json
 
 import pytest
+
 from weaver_hf.bench import DOMAINS, load_prompts, loop_onset, run_bench, summarize
 from weaver_hf.bench.harness import accepted, report, runs_before
 from weaver_hf.errors import SamplingNotSupportedError
@@ -21,7 +22,15 @@ GRAM = list(range(8))
         ([], [5] * 12, 1),
         (list(range(20)), list(range(100, 130)), 30),
     ],
-    ids=["repeats-itself", "seven-tokens-are-no-loop", "repeats-the-prompt", "across-the-border", "short", "one-token", "no-loop"],
+    ids=[
+        "repeats-itself",
+        "seven-tokens-are-no-loop",
+        "repeats-the-prompt",
+        "across-the-border",
+        "short",
+        "one-token",
+        "no-loop",
+    ],
 )
 def test_a_loop_starts_at_the_first_8_gram_seen_before(prompt, output, onset):
     assert loop_onset(prompt, output) == onset
@@ -58,9 +67,7 @@ def test_a_small_bench_from_prompts_to_json(trio):
     assert all(r.identical for r in results)
     assert all(sum(r.runs) <= r.new_tokens - 1 for r in results)
     rows = summarize(results)
-    assert [(row["budget"], row["domain"]) for row in rows] == [
-        (b, d) for b in (3, 7) for d in ("math", "chat", "all")
-    ]
+    assert [(row["budget"], row["domain"]) for row in rows] == [(b, d) for b in (3, 7) for d in ("math", "chat", "all")]
     data = json.loads(json.dumps(report(results, model, {"max_new_tokens": 12}, seed=0)))
     assert data["environment"]["dtype"] == "float32"
     assert weaver.tree_config.builder == "suffix"

@@ -7,6 +7,7 @@ import torch
 from support import path_logits, prefilled, prompt_ids, random_tree, tiny_random_model
 from transformers import DynamicCache, QuantizedCache, StaticCache
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
+
 from weaver_hf import WeaverConfig, WeaverModel
 from weaver_hf.errors import UnsupportedCacheError, UnsupportedModelError
 from weaver_hf.target.attention import tree_attention

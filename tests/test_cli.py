@@ -1,5 +1,6 @@
 """`weaver-hf`, as a user runs it: in a process of its own, in a pipe."""
 
+import io
 import json
 import os
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import pytest
 import torch
 from rich.console import Console
+
 from weaver_hf.cli import RunStreamer
 from weaver_hf.tiny import TARGET
 
@@ -30,12 +32,18 @@ def test_demo_shows_both_texts_the_passes_and_a_tree_without_colour_in_a_pipe():
     assert "identical: yes" in result.stdout
     for part in ("plain", "with the Weaver", "target passes", "tokens a pass", "longest accepted path"):
         assert part in result.stdout
-    passes = [int(line.split("│")[2]) for line in result.stdout.splitlines() if line.startswith(("│ plain", "│ with the W")) and line.count("│") > 5]
+    passes = [
+        int(line.split("│")[2])
+        for line in result.stdout.splitlines()
+        if line.startswith(("│ plain", "│ with the W")) and line.count("│") > 5
+    ]
     assert passes[1] < passes[0]
 
 
 def test_demo_takes_prompts_until_an_empty_one():
-    result = run("demo", "--interactive", "--raw", "--max-new-tokens", "6", "--budget", "3", input="def f(x):\nimport os\n\n")
+    result = run(
+        "demo", "--interactive", "--raw", "--max-new-tokens", "6", "--budget", "3", input="def f(x):\nimport os\n\n"
+    )
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("identical: yes") == 2
 
@@ -63,7 +71,10 @@ def test_bench_writes_a_table_and_json(tmp_path):
         (["demo", "--budget", "0"], "at least 1"),
         (["bench", "--domain", "poetry"], "poetry"),
         (["bench", "--builder", "oak", "--prompts", "1", "--domain", "math", "--max-new-tokens", "2"], "builder 'oak'"),
-        (["bench", "--temperature", "1", "--prompts", "1", "--domain", "math", "--max-new-tokens", "2"], "do_sample=True"),
+        (
+            ["bench", "--temperature", "1", "--prompts", "1", "--domain", "math", "--max-new-tokens", "2"],
+            "do_sample=True",
+        ),
     ],
     ids=["target-as-weaver", "no-folder", "budget", "domain", "builder", "temperature"],
 )
@@ -83,7 +94,7 @@ def test_help_has_an_example(command):
 
 def test_the_streamer_colours_runs_and_waits_for_whole_characters(trio):
     _, tokenizer, _ = trio
-    console = Console(record=True, force_terminal=True, width=200, color_system="truecolor", file=open(os.devnull, "w"))
+    console = Console(record=True, force_terminal=True, width=200, color_system="truecolor", file=io.StringIO())
     streamer = RunStreamer(tokenizer, console)
     streamer.put(torch.tensor([[1, 2, 3]]))  # the prompt
     for token in tokenizer("naïve – 漢字").input_ids:

@@ -9,12 +9,13 @@ from support import prompt_ids, tiny_random_model
 from transformers import DynamicCache
 from transformers.generation import GenerationMixin
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
+
 from weaver_hf.target.compat import CACHE_KEY, MINIMUM_TRANSFORMERS, TRANSFORMERS, cache_argument
 
 
 def test_the_installed_version_is_supported():
     assert TRANSFORMERS >= MINIMUM_TRANSFORMERS
-    assert CACHE_KEY == ("cache" if Version("5.24.0") <= TRANSFORMERS else "past_key_values")
+    assert ("cache" if Version("5.24.0") <= TRANSFORMERS else "past_key_values") == CACHE_KEY
 
 
 @pytest.mark.parametrize("name", ["cache_params", "cache"])

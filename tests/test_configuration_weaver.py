@@ -2,6 +2,7 @@
 
 import pytest
 from transformers import AutoConfig
+
 from weaver_hf import TreeConfig, WeaverConfig
 from weaver_hf.errors import TreeConfigError
 
@@ -24,7 +25,14 @@ def test_a_config_round_trips_through_json(tmp_path):
     config.save_pretrained(tmp_path)
     loaded = AutoConfig.from_pretrained(tmp_path)
     assert type(loaded) is WeaverConfig
-    for name in ("vocab_size", "hidden_size", "target_layer_ids", "tree_config", "base_model_name_or_path", "eos_token_id"):
+    for name in (
+        "vocab_size",
+        "hidden_size",
+        "target_layer_ids",
+        "tree_config",
+        "base_model_name_or_path",
+        "eos_token_id",
+    ):
         assert getattr(loaded, name) == getattr(config, name)
     assert loaded.tree_config == {"builder": "suffix", "budget": 31}
 

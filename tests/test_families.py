@@ -1,6 +1,7 @@
 """The table of families."""
 
 from support import tiny_random_model
+
 from weaver_hf import WeaverConfig, WeaverModel
 from weaver_hf.target.families import FAMILIES, family_of
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from support import KINDS, prefilled, prompt_ids, random_tree, relative, tiny_random_model
 from transformers import DynamicCache
+
 from weaver_hf import TokenTree, WeaverConfig, WeaverModel
 from weaver_hf.target.cache import TreeCache
 

@@ -17,6 +17,7 @@ from transformers import (
     TextIteratorStreamer,
 )
 from transformers.generation.streamers import BaseStreamer
+
 from weaver_hf import TreeConfig, WeaverConfig, WeaverModel
 from weaver_hf.generation import WeaverCandidateGenerator
 from weaver_hf.proposal import BUILDERS
@@ -182,7 +183,12 @@ def test_max_time_stops_inside_a_path_and_before_the_second_step(run, monkeypatc
 def test_stop_strings_end_the_text_where_stock_ends_it(trio, monkeypatch):
     model, tokenizer, weaver = trio
     inputs = tokenizer("<|im_start|>user\nHow are you?<|im_end|>\n<|im_start|>assistant\n", return_tensors="pt")
-    options = {"max_new_tokens": 40, "do_sample": False, "stop_strings": ["doing well", "am fine"], "tokenizer": tokenizer}
+    options = {
+        "max_new_tokens": 40,
+        "do_sample": False,
+        "stop_strings": ["doing well", "am fine"],
+        "tokenizer": tokenizer,
+    }
     stock = model.generate(**inputs, **options)
     text = stock[0].tolist() + [5] * 20
     monkeypatch.setitem(BUILDERS, "oracle", lambda budget: OracleBuilder(text, nodes=12, hit=1.0, vocab=8192))

@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 from support import OracleBuilder, bench_prompts, stock_output
+
 from weaver_hf import TreeConfig
 from weaver_hf.bench import DOMAINS
 from weaver_hf.proposal import BUILDERS
@@ -60,7 +61,9 @@ def test_a_wrong_commit_is_caught_by_this_comparison(trio, monkeypatch):
     monkeypatch.setitem(BUILDERS, "oracle", lambda budget: OracleBuilder(text, nodes=17, hit=0.9, vocab=8192))
     monkeypatch.setattr(weaver, "tree_config", TreeConfig(builder="oracle"))
     honest = cache.TreeLinearLayer.commit
-    monkeypatch.setattr(cache.TreeLinearLayer, "commit", lambda self, path, lengths: honest(self, path, lengths * 0 + 1))
+    monkeypatch.setattr(
+        cache.TreeLinearLayer, "commit", lambda self, path, lengths: honest(self, path, lengths * 0 + 1)
+    )
     output = model.generate(ids, max_new_tokens=NEW, do_sample=False, assistant_model=weaver)
     assert output[0].tolist() != text
     assert torch.equal(output[:, : ids.shape[1]], ids)

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from support import read_json, tiny_random_model
 from transformers import AutoModel
+
 from weaver_hf import WeaverConfig, WeaverModel
 from weaver_hf.errors import CheckpointError, MissingDrafterError
 from weaver_hf.tiny import TARGET, WEAVER

@@ -4,6 +4,7 @@ import pytest
 import torch
 from support import prompt_ids, tiny_random_model
 from transformers import StaticCache
+
 from weaver_hf import WeaverConfig, WeaverModel
 from weaver_hf.errors import (
     EmptyPromptError,

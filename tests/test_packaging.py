@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 import weaver_hf
 import weaver_kernels
 
@@ -20,7 +21,9 @@ SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 def test_every_package_on_disk_is_declared():
     packages = {str(p.parent.relative_to(ROOT)).replace("/", ".") for p in ROOT.glob("weaver_hf/**/__init__.py")}
-    kernels = {str(p.parent.relative_to(ROOT / "kernels")).replace("/", ".") for p in ROOT.glob("kernels/**/__init__.py")}
+    kernels = {
+        str(p.parent.relative_to(ROOT / "kernels")).replace("/", ".") for p in ROOT.glob("kernels/**/__init__.py")
+    }
     assert packages | kernels == set(SETTINGS["tool"]["setuptools"]["packages"])
 
 
@@ -49,7 +52,9 @@ def test_the_public_names_are_these():
 def test_constraints_pin_within_the_ranges(name):
     from packaging.requirements import Requirement
 
-    pins = {r.name: r for r in map(Requirement, (x for x in (ROOT / name).read_text().splitlines() if x and x[0] != "#"))}
+    pins = {
+        r.name: r for r in map(Requirement, (x for x in (ROOT / name).read_text().splitlines() if x and x[0] != "#"))
+    }
     for requirement in map(Requirement, SETTINGS["project"]["dependencies"]):
         if requirement.name in pins:
             (pin,) = pins[requirement.name].specifier

@@ -4,6 +4,7 @@ import pytest
 import torch
 from support import KINDS, random_parents, random_tree, relative, sequential_delta
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
+
 from weaver_kernels import reference
 
 SIZES = (1, 2, 16, 33, 64)
@@ -99,7 +100,9 @@ def test_adding_a_branch_changes_no_other_node():
 
 def test_large_decays_stay_finite():
     query, key, value, g, beta, state = inputs(40, dtype=torch.float32)
-    output, stash = reference.gated_delta_tree(query, key, value, g * 1000, beta, state, random_tree(40, "random").ancestors)
+    output, stash = reference.gated_delta_tree(
+        query, key, value, g * 1000, beta, state, random_tree(40, "random").ancestors
+    )
     assert output.isfinite().all()
     assert stash.updates.isfinite().all()
 

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from support import random_tree
+
 from weaver_hf import GenerationStats
 
 

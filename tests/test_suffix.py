@@ -5,6 +5,7 @@ import math
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from weaver_hf.proposal import DraftContext, SuffixBuilder
 
 CPU = torch.device("cpu")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support import OracleBuilder, prompt_ids, stock_output, tiny_random_model
+
 from weaver_hf import WeaverConfig, WeaverModel
 from weaver_hf.errors import CheckpointError
 from weaver_hf.proposal import BUILDERS

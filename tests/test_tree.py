@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support import KINDS, random_parents, random_tree
+
 from weaver_hf import TokenTree
 from weaver_hf.errors import InvalidTreeError
 

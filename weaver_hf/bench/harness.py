@@ -9,13 +9,14 @@ import json
 import platform
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
+import transformers
 
+from .._version import __version__
 from ..modeling_weaver import WeaverModel
 
 __all__ = ["DOMAINS", "Prompt", "PromptResult", "load_prompts", "loop_onset", "run_bench", "summarize"]
@@ -220,7 +221,9 @@ def environment(model: Any) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "dtype": str(model.dtype).removeprefix("torch."),
         "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "transformers", "weaver-hf")},
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "weaver_hf": __version__,
     }
 
 

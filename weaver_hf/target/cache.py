@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionLayer
+
 from weaver_kernels import reference
 
 from ..errors import UnsupportedCacheError, UnsupportedModelError

@@ -6,6 +6,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.integrations.accelerate import force_accelerate_hooks
+
 from weaver_kernels import reference
 
 from .cache import LinearStash, TreeLinearLayer, TreePlan
