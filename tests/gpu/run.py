@@ -33,7 +33,8 @@ def header() -> str:
 
 
 def main() -> int:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+    path = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     command = [
         sys.executable,
         "-m",
