@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import json
 import random
 
@@ -100,24 +101,26 @@ class OracleBuilder:
 
     Args:
         text: prompt and true continuation.
-        nodes: of each tree, the root included.
+        nodes: of each tree, the root included; several are taken in turn, one a step.
         hit: probability, at each depth, that the tree holds the next true token (the first miss ends the spine).
         pad_to: static width, to exercise padding.
     """
 
     def __init__(self, text, nodes, hit=0.5, seed=0, vocab=VOCAB, pad_to=None):
-        self.text, self.nodes, self.hit, self.vocab, self.pad_to = text, nodes, hit, vocab, pad_to
+        self.text, self.hit, self.vocab, self.pad_to = text, hit, vocab, pad_to
+        self.sizes = itertools.cycle([nodes] if isinstance(nodes, int) else nodes)
         self.rng = random.Random(seed)
         self.contexts: list[DraftContext] = []
 
     def __call__(self, context: DraftContext) -> TokenTree:
         self.contexts.append(context)
+        nodes = next(self.sizes)
         history = context.history[0]
         future = self.text[len(history) :]
         spine = 0
-        while spine < min(self.nodes - 1, len(future)) and self.rng.random() < self.hit:
+        while spine < min(nodes - 1, len(future)) and self.rng.random() < self.hit:
             spine += 1
-        kinds = [True] * spine + [False] * (self.nodes - 1 - spine)
+        kinds = [True] * spine + [False] * (nodes - 1 - spine)
         self.rng.shuffle(kinds)
         tokens, parents, true_nodes = [history[-1]], [-1], [0]
         for is_true in kinds:
@@ -129,7 +132,7 @@ class OracleBuilder:
                 taken = {t for t, p in zip(tokens, parents) if p == parent}
                 if parent in true_nodes and len(future) > (depth := true_nodes.index(parent)):
                     taken.add(future[depth])
-                token = self.rng.choice([t for t in range(min(self.vocab, 4 * self.nodes + 8)) if t not in taken])
+                token = self.rng.choice([t for t in range(min(self.vocab, 4 * nodes + 8)) if t not in taken])
             tokens.append(token)
             parents.append(parent)
         return TokenTree.from_lists([tokens], [parents], num_nodes=self.pad_to, device=context.device)

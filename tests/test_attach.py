@@ -7,10 +7,12 @@ import threading
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from support import OracleBuilder, prompt_ids, tiny_random_config, tiny_random_model
-from transformers import Qwen3_5ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3_5ForCausalLM, Qwen3Config, Qwen3ForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers.generation.streamers import BaseStreamer
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from weaver_hf import WeaverConfig, WeaverModel
@@ -267,6 +269,59 @@ def test_a_replaced_mixer_forward_is_an_error_not_a_wrong_text(model, oracle):
     mixer.forward = kernel
     with pytest.raises(UnsupportedModelError, match="did not run the tree forward"):
         model.generate(prompt_ids(), assistant_model=weaver, **OPTIONS)
+
+
+def test_detaching_inside_a_running_call_is_refused(model, oracle):
+    weaver, errors = attached(model), []
+
+    class Detaches(BaseStreamer):
+        def put(self, value):
+            if value.numel() == prompt_ids().numel():
+                return  # the prompt, which `generate` itself hands over before decoding starts
+            try:
+                weaver.detach()
+            except NotAttachedError as error:
+                errors.append(str(error))
+
+        def end(self):
+            pass
+
+    text = model.generate(prompt_ids(), assistant_model=weaver, streamer=Detaches(), **OPTIONS)
+    assert text[0].tolist() == oracle
+    assert "inside a running generate" in errors[-1]
+    weaver.detach()
+    assert type(model) is Qwen3_5ForCausalLM
+
+
+def test_prompt_learning_that_comes_after_attach_is_noticed(model, weaver):
+    config = PromptTuningConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=3, token_dim=64, num_layers=4, num_attention_heads=4
+    )
+    wrapped = get_peft_model(model, config)
+    with pytest.raises(UnsupportedModelError, match="rows in the cache after the prefill"):
+        wrapped.generate(input_ids=prompt_ids(), assistant_model=weaver, **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "match"),
+    [({"hidden_act": "gelu"}, r"hidden_act \['gelu'\]"), ({"layer_types": ["full_attention"] * 4}, "full_attention")],
+)
+def test_layers_that_the_tree_forward_does_not_cover_are_refused(overrides, match):
+    with pytest.raises(UnsupportedModelError, match=match):
+        WeaverModel(WeaverConfig()).attach(tiny_random_model(**overrides))
+
+
+def test_an_encoder_decoder_is_refused():
+    config = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    with pytest.raises(UnsupportedModelError, match="T5ForConditionalGeneration"):
+        WeaverModel(WeaverConfig()).attach(T5ForConditionalGeneration(config))
+
+
+def test_a_target_offloaded_by_accelerate_decodes_and_gives_its_taps(model, oracle):
+    weaver = attached(model, target_layer_ids=[0, 2])
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    assert_decodes(model, weaver, oracle)
+    assert weaver.device.type == "cpu"
 
 
 def test_an_old_transformers_is_refused(model, monkeypatch):

@@ -1,26 +1,45 @@
-"""The attention implementation `weaver_tree`."""
+"""Tree attention, chosen call by call."""
+
+import threading
 
 import pytest
 import torch
 from support import prompt_ids, tiny_random_model
 
-from weaver_hf.target.attention import tree_attention
+from weaver_hf import WeaverConfig, WeaverModel
 
 
-def test_a_plain_forward_under_it_equals_sdpa():
-    """Another thread may run a plain forward while a verification has the implementation switched."""
-    model, ids = tiny_random_model(), prompt_ids(7)
-    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1]])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_plain_forwards_of_another_thread_are_untouched_while_a_tree_is_verified(attention):
+    """A switch of the shared config for the time of a verification once gave them wrong logits."""
+    model = tiny_random_model(attention)
+    weaver = WeaverModel(WeaverConfig()).attach(model)
+    ids, mask = prompt_ids(24), torch.tensor([[0] * 3 + [1] * 21])
     with torch.no_grad():
-        for attention_mask in (None, mask):
-            expected = model(ids, attention_mask=attention_mask).logits[:, 2:]
-            with tree_attention(model):
-                torch.testing.assert_close(model(ids, attention_mask=attention_mask).logits[:, 2:], expected)
+        expected = model(ids, attention_mask=mask).logits
+    wrong, stop = [], threading.Event()
+
+    def forwards():
+        while not stop.is_set():
+            with torch.no_grad():
+                wrong.append(not torch.allclose(model(ids, attention_mask=mask).logits, expected, atol=1e-4))
+
+    thread = threading.Thread(target=forwards)
+    thread.start()
+    try:
+        for _ in range(3):
+            model.generate(prompt_ids(), max_new_tokens=40, do_sample=False, assistant_model=weaver)
+    finally:
+        stop.set()
+        thread.join()
+    assert len(wrong) > 5
+    assert not any(wrong)
 
 
-def test_the_implementation_comes_back_after_an_error():
-    model = tiny_random_model("eager")
-    with pytest.raises(RuntimeError), tree_attention(model):
-        assert model.config._attn_implementation == "weaver_tree"
-        raise RuntimeError
-    assert model.config._attn_implementation == "eager"
+def test_without_a_tree_the_attached_module_runs_the_models_own_implementation():
+    for attention in ("sdpa", "eager"):
+        stock, model = tiny_random_model(attention), tiny_random_model(attention)
+        WeaverModel(WeaverConfig()).attach(model)
+        with torch.no_grad():
+            assert torch.equal(model(prompt_ids()).logits, stock(prompt_ids()).logits)
+        assert model.config._attn_implementation == attention

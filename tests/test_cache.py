@@ -10,15 +10,14 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from weaver_hf import WeaverConfig, WeaverModel
 from weaver_hf.errors import UnsupportedCacheError, UnsupportedModelError
-from weaver_hf.target.attention import tree_attention
-from weaver_hf.target.cache import TreeCache, check_cache
+from weaver_hf.target.cache import TreeCache, TreeKVLayer, check_cache
 from weaver_hf.target.compat import CACHE_KEY
 
 
 def verify(model, cache: TreeCache, tree):
     plan = cache.plan(tree)
-    with torch.no_grad(), tree_attention(model):
-        return model(
+    with torch.no_grad():
+        logits = model(
             tree.token_ids,
             position_ids=plan.position_ids,
             attention_mask=dict.fromkeys(model.config.layer_types),
@@ -26,6 +25,8 @@ def verify(model, cache: TreeCache, tree):
             weaver_tree=plan,
             **{CACHE_KEY: cache.cache},
         ).logits
+    cache.check_verified(plan)
+    return logits
 
 
 def adopt(cache, length, mask=None, offset=0, room=40):
@@ -163,9 +164,50 @@ def test_a_layer_that_ran_another_forward_is_noticed_before_it_corrupts_the_text
     adopted = adopt(prefilled(tiny_random_model(), prompt_ids(9)), 9)
     tree = random_tree(5, "chain")
     verify(model, adopted, tree)
+    plan = adopted.plan(tree)
+    with pytest.raises(UnsupportedModelError, match="layer 3 that did not run the tree forward"):
+        adopted.check_verified(plan)
     adopted.cache.layers[1].stash = None
     with pytest.raises(UnsupportedModelError, match="layer 1 that did not run the tree forward"):
-        adopted.check_verified(5)
+        adopted.check_verified(plan)
+
+
+def test_an_adoption_or_commit_that_fails_gives_the_stock_cache_back(model, weaver, monkeypatch):
+    cache = prefilled(tiny_random_model(), prompt_ids(9))
+    stock = [type(layer) for layer in cache.layers]
+    keys = cache.layers[3].keys.clone()
+
+    def out_of_memory(*args):
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TreeKVLayer, "_larger", out_of_memory)
+        with pytest.raises(MemoryError):
+            adopt(cache, 9)
+    assert [type(layer) for layer in cache.layers] == stock
+    assert torch.equal(cache.layers[3].keys, keys)
+    adopted = adopt(cache, 9)
+    verify(model, adopted, random_tree(4, "chain"))
+    adopted.defer(torch.arange(4)[None], torch.tensor([4]), 4)
+    monkeypatch.setattr(TreeKVLayer, "commit", out_of_memory)
+    with pytest.raises(MemoryError):
+        adopted.release()
+    assert [type(layer) for layer in cache.layers] == stock
+
+
+def test_a_plan_moves_with_the_layers_that_read_it(model, weaver):
+    adopted = adopt(prefilled(tiny_random_model(), prompt_ids(9)), 9)
+    plan = adopted.plan(random_tree(4, "chain"))
+    moved = plan.to("meta")
+    assert {moved.visible.device.type, moved.ancestors.device.type, moved.conv_index.device.type} == {"meta"}
+    assert moved.attended is plan.attended
+
+
+def test_position_ids_with_planes_are_kept_apart(model, weaver):
+    cache = prefilled(tiny_random_model(), prompt_ids(9))
+    adopted = TreeCache(cache, None, torch.tensor([[9], [4], [4], [4]]), 20)
+    tree = random_tree(5, "chain")
+    assert adopted.plan(tree).position_ids.tolist() == [[list(range(9, 14))]] + [[list(range(4, 9))]] * 3
 
 
 def test_refused_caches_are_named():

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from weaver_hf.cli import RunStreamer
-from weaver_hf.tiny import TARGET
+from weaver_hf.tiny import TARGET, WEAVER
 
 
 def run(*arguments, input=None, **env):
@@ -67,7 +67,9 @@ def test_bench_writes_a_table_and_json(tmp_path):
     ("arguments", "message"),
     [
         (["demo", "--weaver", str(TARGET)], "model_type 'weaver'"),
-        (["demo", "--target", "/no/such/folder"], "/no/such/folder"),
+        (["demo", "--target", "/no/such/[bold]folder"], "/no/such/[bold]folder"),
+        (["demo", "--target", str(WEAVER)], "no causal language model"),
+        (["demo", "--prompt", "", "--raw"], "a prompt of 0 tokens"),
         (["demo", "--budget", "0"], "at least 1"),
         (["bench", "--domain", "poetry"], "poetry"),
         (["bench", "--builder", "oak", "--prompts", "1", "--domain", "math", "--max-new-tokens", "2"], "builder 'oak'"),
@@ -76,7 +78,16 @@ def test_bench_writes_a_table_and_json(tmp_path):
             "do_sample=True",
         ),
     ],
-    ids=["target-as-weaver", "no-folder", "budget", "domain", "builder", "temperature"],
+    ids=[
+        "target-as-weaver",
+        "no-folder",
+        "weaver-as-target",
+        "empty-prompt",
+        "budget",
+        "domain",
+        "builder",
+        "temperature",
+    ],
 )
 def test_a_users_error_is_a_message_and_no_traceback(arguments, message):
     result = run(*arguments, HF_HUB_OFFLINE="1")

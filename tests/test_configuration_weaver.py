@@ -34,7 +34,7 @@ def test_a_config_round_trips_through_json(tmp_path):
         "eos_token_id",
     ):
         assert getattr(loaded, name) == getattr(config, name)
-    assert loaded.tree_config == {"builder": "suffix", "budget": 31}
+    assert loaded.tree_config == {"builder": "suffix", "budget": 31, "draft_temperature": {}}
 
 
 @pytest.mark.parametrize("tree_config", [{"bugdet": 3}, {"budget": 0}])

@@ -18,7 +18,8 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from weaver_hf import TreeConfig, WeaverConfig, WeaverModel
+from weaver_hf import TokenTree, TreeConfig, WeaverConfig, WeaverModel
+from weaver_hf.errors import InvalidTreeError
 from weaver_hf.generation import WeaverCandidateGenerator
 from weaver_hf.proposal import BUILDERS
 from weaver_hf.target.compat import CACHE_KEY
@@ -174,10 +175,10 @@ def test_max_time_stops_inside_a_path_and_before_the_second_step(run, monkeypatc
 
     monkeypatch.setattr(criteria, "time", Clock)
     stock, _ = run(new=12)
-    Clock.ticks = 0
+    Clock.ticks = 0  # one tick when the criterion is made, then one a token
     _, assisted = run(new=12, assisted={"max_time": 5.5})
-    assert assisted.shape[1] < stock.shape[1]
-    assert torch.equal(assisted, stock[:, : assisted.shape[1]])
+    assert assisted.shape[1] == 9 + 6
+    assert torch.equal(assisted, stock[:, : 9 + 6])
 
 
 def test_stop_strings_end_the_text_where_stock_ends_it(trio, monkeypatch):
@@ -273,6 +274,40 @@ def test_a_second_turn_continues_the_users_cache(model, weaver):
         assert cache.get_seq_length() == turn.shape[1] - 1
         texts.append(turn)
     assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("planes", [3, 4])
+def test_position_ids_with_planes_equal_stock(model, weaver, planes):
+    ids = prompt_ids()
+    positions = torch.arange(9).expand(planes, 1, -1) // torch.tensor([1, 2, 1, 1])[:planes, None, None]
+    options = {"max_new_tokens": 12, "do_sample": False, "position_ids": positions}
+    assert torch.equal(
+        model.generate(ids, assistant_model=weaver, **options), tiny_random_model().generate(ids, **options)
+    )
+
+
+def test_a_builder_can_cost_speed_but_never_change_a_token(model, weaver, monkeypatch):
+    stock = tiny_random_model().generate(prompt_ids(), max_new_tokens=NEW, do_sample=False)
+    broken = lambda context: TokenTree.from_lists([[3, 4]], [[-1, 0]])  # noqa: E731 - not rooted at the text
+    monkeypatch.setitem(BUILDERS, "broken", lambda budget: broken)
+    weaver.tree_config.builder = "broken"
+    options = {"max_new_tokens": NEW, "do_sample": False, "assistant_model": weaver}
+    assert torch.equal(model.generate(prompt_ids(), **options), stock)
+    monkeypatch.setitem(BUILDERS, "broken", lambda budget: lambda context: TokenTree.from_lists([[3]] * 2, [[-1]] * 2))
+    with pytest.raises(InvalidTreeError, match="2 trees from builder 'broken'"):
+        model.generate(prompt_ids(), **options)
+
+
+def test_what_a_failed_prefill_reports(model, weaver):
+    class Raises(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            raise RuntimeError("processor")
+
+    with pytest.raises(RuntimeError, match="processor"):
+        model.generate(
+            prompt_ids(), max_new_tokens=4, do_sample=False, assistant_model=weaver, logits_processor=[Raises()]
+        )
+    assert (weaver.stats.new_tokens, weaver.stats.as_dict()["target_passes"]) == (0, 0)
 
 
 def test_a_left_padded_prompt_and_inputs_embeds(run, model, weaver):

@@ -8,10 +8,10 @@ import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import save_file
-from support import read_json, tiny_random_model
+from support import read_json
 from transformers import AutoModel
 
-from weaver_hf import WeaverConfig, WeaverModel
+from weaver_hf import WeaverConfig, WeaverModel, load_tiny
 from weaver_hf.errors import CheckpointError, MissingDrafterError
 from weaver_hf.tiny import TARGET, WEAVER
 
@@ -113,7 +113,8 @@ def test_an_artifact_loads_from_the_hubs_cache_without_a_network(saved, tmp_path
     assert loaded.tree_config.budget == 7
 
 
-def test_push_to_hub_uploads_config_and_weights(monkeypatch):
+@pytest.mark.parametrize("way", ["push_to_hub", "save_pretrained"])
+def test_pushing_uploads_config_and_weights(monkeypatch, tmp_path, way):
     """The client's own calls are recorded; a stand-in server comes with the artifact work."""
     commits = []
     url = huggingface_hub.RepoUrl("https://huggingface.co/org/weaver")
@@ -124,7 +125,11 @@ def test_push_to_hub_uploads_config_and_weights(monkeypatch):
         lambda self, repo_id, operations, **kwargs: commits.append((repo_id, operations)),
     )
     monkeypatch.setattr("transformers.utils.hub.create_and_tag_model_card", _no_card)
-    WeaverModel(WeaverConfig(vocab_size=128)).push_to_hub("org/weaver")
+    weaver = WeaverModel(WeaverConfig(vocab_size=128))
+    if way == "push_to_hub":
+        weaver.push_to_hub("org/weaver")
+    else:
+        weaver.save_pretrained(tmp_path, push_to_hub=True, repo_id="org/weaver")
     ((repo_id, operations),) = commits
     assert repo_id == "org/weaver"
     uploaded = {operation.path_in_repo: operation for operation in operations}
@@ -150,9 +155,10 @@ def test_the_embedded_weaver_is_what_saving_writes(tmp_path):
     assert weaver.config.vocab_size == read_json(TARGET / "config.json")["vocab_size"]
 
 
-def test_load_tiny_casts_on_request(trio):
+def test_load_tiny_is_fp32_unless_asked_otherwise(trio):
     model, tokenizer, weaver = trio
     assert model.dtype == torch.float32
     assert weaver.target is model
     assert tokenizer("hello").input_ids
-    assert tiny_random_model().config.model_type == model.config.model_type
+    half, _, drafter = load_tiny(torch.bfloat16)
+    assert half.dtype == drafter.dtype == torch.bfloat16

@@ -21,9 +21,11 @@ from transformers.generation.streamers import BaseStreamer
 
 from .bench import DOMAINS, load_prompts, run_bench
 from .bench.harness import report
-from .errors import WeaverError
+from .configuration_weaver import WeaverConfig
+from .errors import CheckpointError, EmptyPromptError, WeaverError
 from .modeling_weaver import WeaverModel
 from .tiny import TARGET, WEAVER
+from .training.cli import app as train_app
 
 app = typer.Typer(
     help="Lossless tree decoding for Hugging Face transformers.",
@@ -33,6 +35,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
+app.add_typer(train_app, name="train")
+
 # In this order, one colour an accepted run; readable on dark and light backgrounds.
 RUN_COLOURS = ("green", "blue", "magenta", "dark_orange3")
 DEMO_PROMPT = (
@@ -40,7 +44,10 @@ DEMO_PROMPT = (
 )
 
 TargetOption = Annotated[str, typer.Option(help="Target: a local folder or a Hub id.")]
-WeaverOption = Annotated[str, typer.Option(help="Weaver: a local folder or a Hub id.")]
+WeaverOption = Annotated[
+    str | None,
+    typer.Option(help="Weaver: a local folder or a Hub id. [the embedded one; for other targets one without weights]"),
+]
 
 
 def main() -> None:
@@ -50,7 +57,7 @@ def main() -> None:
     try:
         app()
     except (WeaverError, OSError) as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
         sys.exit(2)
 
 
@@ -67,7 +74,7 @@ def demo(
     ] = False,
     raw: Annotated[bool, typer.Option(help="Continue the text as it is, without the chat template.")] = False,
     target: TargetOption = str(TARGET),
-    weaver: WeaverOption = str(WEAVER),
+    weaver: WeaverOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the text.")] = 96,
     budget: Annotated[int | None, typer.Option(help="Drafted nodes a step; by default the Weaver's own.")] = None,
 ) -> None:
@@ -94,12 +101,23 @@ def demo(
     raise typer.Exit(1 if differs and model.dtype == torch.float32 else 0)
 
 
-def load(target: str, weaver: str) -> tuple[Any, Any, WeaverModel]:
+def load(target: str, weaver: str | None) -> tuple[Any, Any, WeaverModel]:
     """Target, tokenizer and attached Weaver: fp32 on a CPU, the checkpoint's dtype on an accelerator."""
     on_gpu = torch.cuda.is_available()
     options: dict[str, Any] = {"dtype": "auto", "device_map": "auto"} if on_gpu else {"dtype": torch.float32}
-    model = AutoModelForCausalLM.from_pretrained(target, **options)
-    return model, AutoTokenizer.from_pretrained(target), WeaverModel.from_pretrained(weaver).attach(model)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(target, **options)
+        tokenizer = AutoTokenizer.from_pretrained(target)
+    except ValueError as error:  # transformers' own words for a folder that holds something else
+        raise CheckpointError(
+            f"no causal language model in {target} ({error})",
+            "a folder or Hub id that AutoModelForCausalLM loads",
+            "Pass the target as --target and the Weaver as --weaver.",
+        ) from error
+    if weaver is None:
+        weaver = str(WEAVER) if target == str(TARGET) else None
+    drafter = WeaverModel(WeaverConfig()) if weaver is None else WeaverModel.from_pretrained(weaver)
+    return model, tokenizer, drafter.attach(model)
 
 
 def show(
@@ -113,6 +131,8 @@ def show(
         prompt_text = prompt
     inputs = tokenizer(prompt_text, return_tensors="pt").to(model.device)
     length = inputs.input_ids.shape[1]
+    if length == 0:
+        raise EmptyPromptError("a prompt of 0 tokens", "at least 1 token", "Pass a text to continue as --prompt.")
     options = {"max_new_tokens": max_new_tokens, "do_sample": False}
     for assistant in ({}, {"assistant_model": weaver}):  # the first call of each kind pays for lazy loading
         model.generate(**inputs, **{**options, "max_new_tokens": 4}, **assistant)
@@ -167,12 +187,16 @@ class RunStreamer(BaseStreamer):
             self.ids.extend(value.flatten().tolist())
             text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
             if not text.endswith("\ufffd"):  # half a character: wait for the rest
-                colour = RUN_COLOURS[self.runs % len(RUN_COLOURS)]
-                self.console.print(Text(text[len(self.printed) :], style=colour), end="", soft_wrap=True)
-                self.printed = text
+                self._print(text)
         self.runs += 1
 
+    def _print(self, text: str) -> None:
+        colour = RUN_COLOURS[self.runs % len(RUN_COLOURS)]
+        self.console.print(Text(text[len(self.printed) :], style=colour), end="", soft_wrap=True)
+        self.printed = text
+
     def end(self) -> None:
+        self._print(self.tokenizer.decode(self.ids, skip_special_tokens=True))  # what was still waiting
         self.console.print()
 
 
@@ -185,7 +209,7 @@ def bench(
     temperature: Annotated[list[float] | None, typer.Option(min=0, help="0 is greedy. [0]")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens a prompt.")] = 64,
     target: TargetOption = str(TARGET),
-    weaver: WeaverOption = str(WEAVER),
+    weaver: WeaverOption = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's own choice.")] = None,
     seed: Annotated[int, typer.Option(help="Of sampling and of the bootstrap.")] = 0,
     output: Annotated[Path | None, typer.Option("--json", help="Also write everything to this file.")] = None,

@@ -5,17 +5,24 @@ from typing import TYPE_CHECKING, Any
 import torch.nn as nn
 from torch import Tensor
 from transformers import GenerationConfig
+from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode
 
-from .errors import EmptyPromptError, NotAttachedError, SamplingNotSupportedError, UnsupportedOptionError
-from .target.attach import attachment_of
+from .errors import (
+    EmptyPromptError,
+    NotAttachedError,
+    SamplingNotSupportedError,
+    UnsupportedModelError,
+    UnsupportedOptionError,
+)
+from .target.attach import Attachment, attachment_of
 from .target.cache import check_cache
 from .target.compat import CACHE_KEY
 
 if TYPE_CHECKING:
     from .modeling_weaver import WeaverModel
 
-__all__ = ["check_inputs", "check_options"]
+__all__ = ["check_inputs", "check_options", "check_prefill", "require_attached"]
 
 # Other ways to assist a generation, and a lossy one: an option beside `assistant_model=weaver` would be ignored.
 _RIVALS = (
@@ -25,6 +32,37 @@ _RIVALS = (
     "speculation_type",
     "assistant_ensemble_weight",
 )
+
+# Options of transformers' own assistants and caches that would have no effect here, and what has.
+_UNUSED = {
+    "num_assistant_tokens": "set `weaver.tree_config.budget`",
+    "num_assistant_tokens_schedule": "set `weaver.tree_config.budget`",
+    "assistant_confidence_threshold": "set `weaver.tree_config.budget`",
+    "max_matching_ngram_size": "the suffix builder takes the longest match",
+    "compile_config": "the step runs eagerly",
+    "cache_config": "the cache is the dynamic one",
+}
+_STOCK_DEFAULTS = {
+    "num_assistant_tokens": 20,
+    "num_assistant_tokens_schedule": "constant",
+    "assistant_confidence_threshold": 0.4,
+}
+
+
+def require_attached(model: nn.Module, weaver: "WeaverModel") -> Attachment:
+    """The model's attachment.
+
+    Raises:
+        NotAttachedError: the Weaver is attached to another model, or to none.
+    """
+    attachment = attachment_of(model)
+    if attachment is None or not any(other is weaver for other in attachment.weavers):
+        raise NotAttachedError(
+            "a Weaver that is attached to " + ("another model" if weaver.target is not None else "no model"),
+            "a Weaver attached to the model whose `generate` is called",
+            "Call `weaver.detach()` and `weaver.attach(model)` first.",
+        )
+    return attachment
 
 
 def check_options(
@@ -41,13 +79,7 @@ def check_options(
         SamplingNotSupportedError: `do_sample=True`.
         UnsupportedOptionError: names the option and what to pass instead.
     """
-    attachment = attachment_of(model)
-    if attachment is None or not any(other is weaver for other in attachment.weavers):
-        raise NotAttachedError(
-            "a Weaver that is attached to " + ("another model" if weaver.target is not None else "no model"),
-            "a Weaver attached to the model whose `generate` is called",
-            "Call `weaver.detach()` and `weaver.attach(model)` first.",
-        )
+    require_attached(model, weaver)
     if config.do_sample:
         raise SamplingNotSupportedError(
             "do_sample=True (passed, or set in the model's generation_config)",
@@ -79,6 +111,11 @@ def check_options(
             "the dynamic cache",
             "Drop `cache_implementation`; static, quantized and offloaded caches are not supported yet.",
         )
+    for name, fix in _UNUSED.items():
+        if getattr(config, name) not in (None, _STOCK_DEFAULTS.get(name)):
+            raise UnsupportedOptionError(
+                f"{name}={getattr(config, name)!r}", "an option that tree decoding uses", f"Drop it; {fix}."
+            )
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name):
             raise UnsupportedOptionError(
@@ -105,3 +142,21 @@ def check_inputs(input_ids: Tensor, inputs_tensor: Tensor | None, model_kwargs: 
     if (input_ids if inputs_tensor is None else inputs_tensor).shape[1] == 0:
         raise EmptyPromptError("a prompt of 0 tokens", "at least 1 token", "Pass a prompt, or a BOS token.")
     check_cache(model_kwargs.get(CACHE_KEY))
+
+
+def check_prefill(cache: Cache, sequences: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    """Check that the cache holds exactly the text after the prefill: trees would be verified at wrong places otherwise.
+
+    Raises:
+        UnsupportedModelError: something put other rows into it, e.g. learned prompt tokens of a PEFT adapter, or a
+        chunked
+            prefill that fed a continued cache its old text again (transformers before 5.24).
+    """
+    mask = model_kwargs.get("attention_mask")
+    length = mask.shape[1] if mask is not None else getattr(config, "_mask_length", sequences.shape[1])
+    if cache.get_seq_length() != length:
+        raise UnsupportedModelError(
+            f"{cache.get_seq_length()} rows in the cache after the prefill",
+            f"{length}, one for each token of the text",
+            "Drop prompt-learning adapters, and `prefill_chunk_size` together with a continued cache.",
+        )

@@ -19,24 +19,24 @@ __all__ = ["GenerationStats"]
 class GenerationStats:
     """Acceptance and time of one call of `generate`.
 
-    A step is one verification. The step that a length limit ends is left out of the means, because it might have
-    accepted more; a step that ends in EOS or a stop string counts up to it.
+    A step is one verification. The step that a length limit ends is left out of the means: it might have accepted more.
+    A step that ends in EOS or a stop string counts up to it, and what ended it stands for the bonus token.
 
     Attributes:
         runs: tokens emitted by each step, the bonus token counted (the prefill's token is in none).
+        prefilled: the prefill emitted its token.
         last_cut: a length limit ended the last step.
-        drafted_nodes: nodes drafted over all steps, roots not counted.
-        seconds: host seconds by part: prefill, draft, commit, verify, accept. On an accelerator, work is asynchronous
-        and
-            the wait for it falls into `accept`, where the accepted tokens come back.
+        seconds: host seconds by part: prefill, draft, commit, verify, accept. An accelerator works asynchronously; the
+            wait for it falls into `accept`, where the accepted tokens come back.
         best_tree: the tree with the longest accepted path, which is marked in it.
     """
 
     runs: list[int] = field(default_factory=list)
+    prefilled: bool = False
     last_cut: bool = False
-    drafted_nodes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     best_tree: TokenTree | None = None
+    _sizes: list[torch.Tensor] = field(default_factory=list, repr=False)
 
     @property
     def steps(self) -> int:
@@ -46,7 +46,12 @@ class GenerationStats:
     @property
     def new_tokens(self) -> int:
         """Tokens generated, the prefill's included."""
-        return sum(self.runs) + 1
+        return sum(self.runs) + self.prefilled
+
+    @property
+    def drafted_nodes(self) -> int:
+        """Nodes drafted over all steps, roots not counted. Summed when asked: the sizes lie on the device."""
+        return sum(int(sizes.sum()) - sizes.numel() for sizes in self._sizes)
 
     @property
     def tokens_per_step(self) -> float:
@@ -75,7 +80,7 @@ class GenerationStats:
             self.best_tree = tree.annotate(accepted=torch.tensor([path]))
         self.runs.append(len(path))
         self.last_cut = cut
-        self.drafted_nodes += int(tree.sizes.sum()) - tree.batch_size
+        self._sizes.append(tree.sizes)
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
@@ -92,7 +97,7 @@ class GenerationStats:
         return {
             "steps": self.steps,
             "new_tokens": self.new_tokens,
-            "target_passes": self.steps + 1,
+            "target_passes": self.steps + self.prefilled,
             **{name: None if math.isnan(mean) else mean for name, mean in means.items()},
             "histogram": self.histogram,
             "drafted_nodes": self.drafted_nodes,

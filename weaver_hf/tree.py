@@ -160,11 +160,14 @@ class TokenTree:
         if extra == 0:
             return self
         anchors = self.token_ids[:, :1].expand(-1, extra)
-        return TokenTree(
-            torch.cat([self.token_ids, anchors], 1),
-            torch.cat([self.parents, self.parents.new_zeros(self.batch_size, extra)], 1),
-            torch.cat([self.log_probs, self.log_probs.new_full((self.batch_size, extra), -math.inf)], 1),
-            self.sizes,
+        none = self.parents.new_zeros(self.batch_size, extra)
+        return replace(
+            self,
+            token_ids=torch.cat([self.token_ids, anchors], 1),
+            parents=torch.cat([self.parents, none], 1),
+            log_probs=torch.cat([self.log_probs, self.log_probs.new_full(none.shape, -math.inf)], 1),
+            labels=None if self.labels is None else [row + [""] * extra for row in self.labels],
+            accepted=None if self.accepted is None else torch.cat([self.accepted, none.bool()], 1),
         )
 
     def validate(self) -> "TokenTree":

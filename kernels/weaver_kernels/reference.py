@@ -70,8 +70,8 @@ def gated_delta_tree(
 
     tree = ancestors[:, None]  # [B, 1, T, T]
     path_decay = (tree.to(work) @ log_decay[..., None])[..., 0]  # G
-    # Mask before exp: off the tree the difference can be large and positive, and inf * 0 would be NaN. On it, it is <=
-    # 0.
+    # Mask before exp: off the tree the difference can be large and positive, and inf * 0 would be NaN. On ancestor
+    # pairs it is never positive.
     ratio = (path_decay[..., :, None] - path_decay[..., None, :]).masked_fill(~tree, float("-inf")).exp()
     from_state = path_decay.exp()[..., None]  # [B, Hv, T, 1]
 

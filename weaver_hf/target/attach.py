@@ -10,18 +10,22 @@ import inspect
 import sys
 import threading
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.nn as nn
 from transformers import PreTrainedModel
 
-from ..errors import UnsupportedModelError
+from ..errors import NotAttachedError, UnsupportedModelError
+from .attention import TreeAttention
 from .compat import check_version
 from .families import Family, family_of
 from .gated_delta import TreeMixer
 
-__all__ = ["Attachment", "attach", "attachment_of", "detach", "unwrap"]
+__all__ = ["Attachment", "attach", "attachment_of", "detach", "head_device", "unwrap"]
 
 _ATTACHMENT = "_weaver_attachment"
 
@@ -34,11 +38,22 @@ class Attachment:
         family: how to find its parts.
         weavers: the attached Weavers; the last one to leave puts the classes back.
         turn: held during a call of `generate` with a Weaver: concurrent calls on one model take turns.
+        decoding: such a call runs.
     """
 
     family: Family
     weavers: list[nn.Module] = field(default_factory=list)
     turn: Any = field(default_factory=threading.RLock)
+    decoding: bool = False
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Mark the block as decoding; a call inside a call (from a processor) leaves the mark of the outer one."""
+        before, self.decoding = self.decoding, True
+        try:
+            yield
+        finally:
+            self.decoding = before
 
 
 def unwrap(model: nn.Module) -> PreTrainedModel:
@@ -84,29 +99,49 @@ def attach(model: PreTrainedModel, weaver: nn.Module, generation_mixin: type) ->
     attachment = attachment_of(model)
     if attachment is None:
         attachment = Attachment(family_of(model))
-        mixers = attachment.family.mixers_of(model)
+        family = attachment.family
         model.__dict__[_ATTACHMENT] = attachment
-        for mixer in mixers:
-            original: Any = type(mixer)
-            _swap(mixer, _subclass(original, TreeMixer))
+        for modules, mixin in ((family.mixers_of(model), TreeMixer), (family.attentions_of(model), TreeAttention)):
+            for module in modules:
+                original: Any = type(module)
+                _swap(module, _subclass(original, mixin))
         _swap(model, _subclass(model.__class__, generation_mixin))
     if not any(other is weaver for other in attachment.weavers):
         attachment.weavers.append(weaver)
 
 
 def detach(model: PreTrainedModel, weaver: nn.Module) -> None:
-    """Take one Weaver off; the last one puts the original classes back."""
+    """Take one Weaver off; the last one puts the original classes back. Waits for a call that runs in another thread.
+
+    Raises:
+        NotAttachedError: called from inside a running `generate` (a streamer, a processor).
+    """
     attachment = attachment_of(model)
     if attachment is None:
         return
-    attachment.weavers = [other for other in attachment.weavers if other is not weaver]
-    if attachment.weavers:
-        return
-    for module in model.modules():
-        stood_in_for = type(module).__dict__.get("_weaver_original")
-        if stood_in_for is not None:
-            _swap(module, stood_in_for)
-    del model.__dict__[_ATTACHMENT]
+    with attachment.turn:
+        if attachment.decoding:
+            raise NotAttachedError(
+                "a call of detach() from inside a running generate()",
+                "a model that is not decoding",
+                "Let generate() end first; to stop it, raise an exception or use a stopping criterion.",
+            )
+        attachment.weavers = [other for other in attachment.weavers if other is not weaver]
+        if attachment.weavers:
+            return
+        for module in model.modules():
+            stood_in_for = type(module).__dict__.get("_weaver_original")
+            if stood_in_for is not None:
+                _swap(module, stood_in_for)
+        del model.__dict__[_ATTACHMENT]
+
+
+def head_device(model: PreTrainedModel) -> torch.device:
+    """Where the language-modelling head computes: where its weight is, or where accelerate brings an offloaded one."""
+    head = model.get_output_embeddings()
+    if head.weight.device.type == "meta":
+        return torch.device(head._hf_hook.execution_device)
+    return head.weight.device
 
 
 @functools.cache

@@ -5,7 +5,7 @@ the user gets back is the stock cache, and it owns its memory.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -28,13 +28,22 @@ class TreePlan:
         ancestors: bool `[B, N, N]`, see `TokenTree`.
         conv_index: int64 `[B, N, W]`, see `weaver_kernels.reference.causal_conv_index`.
         visible: bool `[B, N, S + N]`, the slots each node attends to: committed ones, then its own ancestors.
-        position_ids: int64 `[B, N]`.
+        position_ids: int64 `[B, N]`, or `[planes, B, N]` where the prompt's had planes (multimodal rope).
+        attended: layers whose attention has read this plan.
     """
 
     ancestors: Tensor
     conv_index: Tensor
     visible: Tensor
     position_ids: Tensor
+    attended: set[int] = field(default_factory=set)
+
+    def to(self, device: Any, non_blocking: bool = False) -> "TreePlan":
+        """The same facts on another device: accelerate calls this where layers lie on several."""
+        moved = {
+            name: getattr(self, name).to(device) for name in ("ancestors", "conv_index", "visible", "position_ids")
+        }
+        return replace(self, **moved)
 
 
 class LinearStash(NamedTuple):
@@ -63,7 +72,7 @@ class TreeLinearLayer(LinearAttentionLayer):
         self.recurrent_states[0].copy_(state)
 
     def release(self) -> None:
-        del self.stash
+        self.__dict__.pop("stash", None)
         self.__class__ = LinearAttentionLayer
 
 
@@ -85,25 +94,21 @@ class TreeKVLayer(DynamicLayer):
         assert self.keys is not None, "adopted after the prefill"
         assert self.values is not None
         self.length, self.stash = self.keys.shape[-2], None
-        self._keys, self._values = self.keys, self.values
-        self._reserve(capacity)
+        self._keys, self._values = self._larger(self.keys, capacity), self._larger(self.values, capacity)
         self.keys = self.values = None
 
-    def _reserve(self, capacity: int) -> None:
-        if self._keys.shape[-2] >= capacity:
-            return
-        for name in ("_keys", "_values"):
-            old = getattr(self, name)
-            new = old.new_empty(*old.shape[:2], capacity, old.shape[-1])
-            new[:, :, : self.length] = old[:, :, : self.length]
-            setattr(self, name, new)
+    def _larger(self, rows: Tensor, capacity: int) -> Tensor:
+        """A buffer with room for `capacity` rows that starts with the committed ones."""
+        buffer = rows.new_empty(*rows.shape[:2], max(capacity, self.length), rows.shape[-1])
+        buffer[:, :, : self.length] = rows[:, :, : self.length]
+        return buffer
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write the nodes behind the committed rows; returns both, `[B, H, length + N, D]`."""
         nodes = key_states.shape[-2]
         end = self.length + nodes
         if end > self._keys.shape[-2]:
-            self._reserve(end + end // 2)
+            self._keys, self._values = (self._larger(x, end + end // 2) for x in (self._keys, self._values))
         self._keys[:, :, self.length : end] = key_states
         self._values[:, :, self.length : end] = value_states
         self.stash = nodes
@@ -124,11 +129,12 @@ class TreeKVLayer(DynamicLayer):
         self.stash, self.length = None, longest
 
     def release(self) -> None:
-        # Contiguous copies of their own: the buffer goes, and nobody shares memory with what the user keeps.
-        self.keys = self._keys[:, :, : self.length].clone()
-        self.values = self._values[:, :, : self.length].clone()
-        self.is_initialized = True
-        del self._keys, self._values, self.length, self.stash
+        if self.keys is None:
+            # Contiguous copies of their own: the buffer goes, and nobody shares memory with what the user keeps.
+            self.keys = self._keys[:, :, : self.length].clone()
+            self.values = self._values[:, :, : self.length].clone()
+        for name in ("_keys", "_values", "length", "stash"):
+            self.__dict__.pop(name, None)
         self.__class__ = DynamicLayer
 
 
@@ -161,24 +167,28 @@ class TreeCache:
     Args:
         cache: a prefilled `DynamicCache` that `check_cache` accepts.
         attention_mask: int or bool `[B, L]` over the prefilled slots, or None where none is masked.
-        next_position: int64 `[B]`, the position id of the token after the prefilled ones.
+        next_position: int64 `[B]` or `[planes, B]`, the position ids of the token after the prefilled ones.
         room: slots to reserve behind the prefilled ones.
     """
 
     def __init__(self, cache: Cache, attention_mask: Tensor | None, next_position: Tensor, room: int) -> None:
         self.cache = cache
         self.length = cache.get_seq_length()
-        self.lens = torch.full_like(next_position, self.length)
+        self.lens = torch.full(next_position.shape[-1:], self.length, device=next_position.device)
         self.position_offset = next_position - self.length
         self.prefilled = None if attention_mask is None else attention_mask.bool()
         self.pending: tuple[Tensor, Tensor, int] | None = None
-        for layer in cache.layers:
-            if type(layer) is LinearAttentionLayer:
-                layer.__class__ = TreeLinearLayer
-                layer.adopt()
-            else:
-                layer.__class__ = TreeKVLayer
-                layer.adopt(self.length + room)
+        try:
+            for layer in cache.layers:
+                if type(layer) is LinearAttentionLayer:
+                    layer.__class__ = TreeLinearLayer
+                    layer.adopt()
+                else:
+                    layer.__class__ = TreeKVLayer
+                    layer.adopt(self.length + room)
+        except BaseException:  # out of memory: the cache is the user's
+            self.release()
+            raise
 
     @property
     def conv_width(self) -> int:
@@ -200,17 +210,20 @@ class TreeCache:
             ancestors=tree.ancestors,
             conv_index=reference.causal_conv_index(tree.parents, tree.depths, self.conv_width),
             visible=visible,
-            position_ids=(self.lens + self.position_offset)[:, None] + tree.depths,
+            position_ids=(self.lens + self.position_offset)[..., None] + tree.depths,
         )
 
-    def check_verified(self, nodes: int) -> None:
-        """Raise unless every layer stashed this tree: a layer that ran another forward would corrupt the text."""
+    def check_verified(self, plan: TreePlan) -> None:
+        """Raise unless every layer has read this plan: a layer that ran another forward would corrupt the text."""
+        nodes = plan.ancestors.shape[-1]
         for index, layer in enumerate(self.cache.layers):
-            stash = layer.stash
-            seen = stash if isinstance(layer, TreeKVLayer) else stash and stash.rows.shape[1]
-            if seen != nodes:
+            if isinstance(layer, TreeKVLayer):
+                ran = index in plan.attended and layer.stash == nodes
+            else:
+                ran = layer.stash is not None and layer.stash.rows.shape[1] == nodes
+            if not ran:
                 raise UnsupportedModelError(
-                    f"layer {index} that did not run the tree forward (its stash holds {seen} nodes)",
+                    f"layer {index} that did not run the tree forward",
                     f"{nodes} verified nodes in every layer",
                     "Another library replaced its forward (a kernel or a patch): undo that, then attach again.",
                 )
@@ -240,8 +253,11 @@ class TreeCache:
         self.length += longest
 
     def release(self) -> Cache:
-        """Commit what is pending and give the stock cache back."""
-        self.commit()
-        for layer in self.cache.layers:
-            layer.release()
+        """Commit what is pending and give the stock cache back; also after an error, and then as far as it got."""
+        try:
+            self.commit()
+        finally:
+            for layer in self.cache.layers:
+                if isinstance(layer, TreeKVLayer | TreeLinearLayer):
+                    layer.release()
         return self.cache

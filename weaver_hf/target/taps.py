@@ -7,6 +7,7 @@ returns its last chunk alone.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -48,10 +49,12 @@ class TapSink:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Hooks are in place inside this block alone, so that no other forward (guidance, another thread) is taken."""
+        """Takes the forwards that this thread runs inside this block, and no others (guidance, another thread)."""
+        thread = get_ident()
 
         def take(chunks: list[Tensor], module: nn.Module, args: Any, output: Tensor) -> None:
-            chunks.append(output.to(self._device))
+            if get_ident() == thread:
+                chunks.append(output.to(self._device))
 
         pairs = zip(self._modules, self._chunks, strict=True)
         handles = [module.register_forward_hook(partial(take, chunks)) for module, chunks in pairs]
