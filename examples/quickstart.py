@@ -1,6 +1,6 @@
 """The README's snippet on the embedded model: load, attach, generate, look at what happened.
 
-    python examples/quickstart.py
+python examples/quickstart.py
 """
 
 from weaver_hf import load_tiny
@@ -13,5 +13,5 @@ output = model.generate(**inputs, assistant_model=weaver, max_new_tokens=64, do_
 
 print(tokenizer.decode(output[0]))
 stats = weaver.stats
-print(f"\n{stats.new_tokens} tokens in {stats.steps + 1} passes; {stats.accepted_per_step:.2f} drafted tokens accepted a step")
+print(f"\n{stats.new_tokens} tokens in {stats.steps + 1} passes; {stats.accepted_per_step:.2f} drafted accepted a step")
 print(stats.best_tree.annotate(tokenizer.decode))

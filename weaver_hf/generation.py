@@ -18,12 +18,12 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
 from .acceptance import follow
+from .drafter import DrafterContext
+from .errors import InvalidTreeError
 from .modeling_weaver import WeaverModel
-from .options import check_inputs, check_options
+from .options import check_inputs, check_options, check_prefill, require_attached
 from .proposal import DraftContext, make_builder
 from .stats import GenerationStats
-from .target.attach import attachment_of
-from .target.attention import tree_attention
 from .target.cache import TreeCache
 from .target.compat import CACHE_KEY
 from .target.taps import TapSink, TapStates
@@ -52,7 +52,8 @@ class WeaverGenerationMixin(GenerationMixin):
     def _get_candidate_generator(self, generation_config: GenerationConfig, **kwargs: Any) -> CandidateGenerator:
         weaver = kwargs.get("assistant_model")
         if isinstance(weaver, WeaverModel):
-            return WeaverCandidateGenerator(weaver, generation_config, self.device)
+            device = kwargs["input_ids"].device
+            return WeaverCandidateGenerator(weaver, generation_config, device, kwargs.get("context"))
         return super()._get_candidate_generator(generation_config=generation_config, **kwargs)
 
     def _assisted_decoding(
@@ -74,11 +75,16 @@ class WeaverGenerationMixin(GenerationMixin):
         for name in ("synced_gpus", "tokenizer", "assistant_tokenizer"):  # checked or used up before; not model kwargs
             kwargs.pop(name, None)
         check_inputs(input_ids, inputs_tensor, kwargs)
-        attachment = attachment_of(self)
-        assert attachment is not None, "checked with the options"
-        with attachment.turn:
-            generator = self._get_candidate_generator(generation_config, assistant_model=assistant_model)
-            state = DecodeState.start(*rules, streamer, assistant_model.tap_sink())
+        attachment = require_attached(self, assistant_model)  # again: a streamer has seen the prompt by now
+        with attachment.turn, attachment.busy():
+            cache = kwargs[CACHE_KEY]
+            context = assistant_model.drafter_context(cache)
+            generator = self._get_candidate_generator(
+                generation_config, input_ids=input_ids, assistant_model=assistant_model, context=context
+            )
+            state = DecodeState.start(*rules, streamer, assistant_model.tap_sink(input_ids.device))
+            # Nobody sees a cache that `generate` made and does not return: nothing needs to be committed to it.
+            seen = generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
             try:
                 prefill(self, state, generation_config, kwargs, room=generator.budget + 1)
                 while not state.done:
@@ -86,8 +92,10 @@ class WeaverGenerationMixin(GenerationMixin):
                     logits = verify(self, state, tree)
                     accept(state, tree, logits)
             finally:
-                cache = state.close()
                 assistant_model.stats = state.stats
+                if seen:
+                    state.close()
+                    assistant_model.keep_context(cache, context, state.fresh_taps)
         return state.output(cache) if generation_config.return_dict_in_generate else state.sequences.clone()
 
 
@@ -99,49 +107,61 @@ def prefill(model: Any, state: "DecodeState", config: GenerationConfig, kwargs: 
     """Run the prompt through stock code, adopt its cache, and emit the first token."""
     with state.stats.timed("prefill"), state.listening():
         logits = model._prefill(state.sequences, config, kwargs).logits[:, -1:].to(state.device)
+    check_prefill(kwargs[CACHE_KEY], state.sequences, config, kwargs)
     mask, positions = kwargs.get("attention_mask"), kwargs["position_ids"]
     mask = None if mask is None or bool(mask.all()) else mask.to(state.device)
-    next_position = positions[..., -1].reshape(-1).to(state.device) + 1
+    next_position = positions[..., -1].to(state.device) + 1
     state.cache = TreeCache(kwargs[CACHE_KEY], mask, next_position, min(state.remaining, MAX_RESERVED) + room)
-    state.take_taps()
+    state.take_taps(mask=mask)
     root = TokenTree.from_lists([[0]], [[-1]], device=state.device)  # its token is never read: the prompt is committed
-    state.stream(emit(state, visit(state, root, logits)))
+    state.stream(len(emit(state, visit(state, root, logits))))
+    state.stats.prefilled = True
 
 
 def draft(generator: "WeaverCandidateGenerator", state: "DecodeState") -> TokenTree:
     """Grow a tree at the last emitted token."""
     with state.stats.timed("draft"):
-        return generator.get_candidate_tree(DraftContext(state.history, state.fresh_taps, state.device))
+        taps, state.fresh_taps = state.fresh_taps, None
+        context = DraftContext(state.history, taps, state.device)
+        tree = generator.get_candidate_tree(context)
+        if tree.batch_size != len(state.history):
+            raise InvalidTreeError(
+                f"{tree.batch_size} trees from builder {generator.tree_config.builder!r}",
+                f"{len(state.history)}, one a sequence",
+                "Fix the builder.",
+            )
+        # Whatever a builder drafts, the tree hangs at the text: a draft can cost speed, never change a token.
+        return replace(tree, token_ids=torch.cat([context.anchors, tree.token_ids[:, 1:]], 1))
 
 
 def verify(model: Any, state: "DecodeState", tree: TokenTree) -> Tensor:
     """The target's logits `[B, N, V]` after every node in one pass, once the previous step's path is committed."""
     with state.stats.timed("commit"):
         state.cache.commit()
-    with state.stats.timed("verify"), tree_attention(model), state.listening():
+    with state.stats.timed("verify"), state.listening():
         plan = state.cache.plan(tree)
         outputs = model(
             input_ids=tree.token_ids,
             position_ids=plan.position_ids,
-            attention_mask=dict.fromkeys(model.config.layer_types),  # none: the plan says what a node may see
+            attention_mask=dict.fromkeys(model.config.layer_types),  # none: the plan says what a node sees
             use_cache=True,
             return_dict=True,
             weaver_tree=plan,
             **{CACHE_KEY: state.cache.cache},
         )
-        state.cache.check_verified(tree.num_nodes)
+        state.cache.check_verified(plan)
     return outputs.logits.to(state.device)
 
 
 def accept(state: "DecodeState", tree: TokenTree, logits: Tensor) -> None:
     """Emit the target's choices down the tree until it is left or a stopping rule fires; defer the path's commit."""
     with state.stats.timed("accept"):
-        path = emit(state, visit(state, tree, logits))
-        nodes = torch.tensor([path], device=state.device)
-        state.cache.defer(nodes, torch.tensor([len(path)], device=state.device), len(path))
-        state.take_taps(nodes)
-        state.stats.record(tree, path, cut=state.cut)
-    state.stream(path)
+        nodes = emit(state, visit(state, tree, logits))
+        path = torch.tensor([nodes], device=state.device)
+        state.cache.defer(path, torch.full_like(state.cache.lens, len(nodes)), len(nodes))
+        state.take_taps(path)
+        state.stats.record(tree, nodes, cut=state.cut)
+    state.stream(len(nodes))
 
 
 def visit(state: "DecodeState", tree: TokenTree, logits: Tensor) -> Iterator[tuple[int, int, Tensor, Tensor]]:
@@ -270,25 +290,29 @@ class DecodeState:
         if self.criteria and bool(self.criteria(self.sequences, self.scores).all()):
             self.done, self.cut = True, False
 
-    def stream(self, path: list[int]) -> None:
-        """Hand the streamer the tokens of one step, all at once."""
+    def stream(self, count: int) -> None:
+        """Hand the streamer the last `count` tokens, those of one step."""
         if self.streamer is not None:
-            self.streamer.put(torch.tensor(self.history[0][-len(path) :]))
+            self.streamer.put(torch.tensor(self.history[0][-count:]))
             if self.done:
                 self.streamer.end()
 
     def listening(self) -> Any:
         return nullcontext() if self.sink is None else self.sink.listening()
 
-    def take_taps(self, path: Tensor | None = None) -> None:
-        """Keep the tap states of the last forward, of the nodes on `path` where it verified a tree."""
-        if self.sink is not None:
-            states = self.sink.take()
-            self.fresh_taps = states if path is None else states.select(path)
+    def take_taps(self, path: Tensor | None = None, mask: Tensor | None = None) -> None:
+        """Keep the tap states of the last forward: of the nodes on `path`, or of the rows that `mask` does not pad."""
+        if self.sink is None:
+            return
+        states = self.sink.take()
+        if mask is not None:
+            path = mask[:, -states.features.shape[1] :].bool().nonzero()[:, 1][None]
+        self.fresh_taps = states if path is None else states.select(path)
 
-    def close(self) -> Any:
+    def close(self) -> None:
         """Give the stock cache back, with everything emitted but the last token; also after an error."""
-        return self.cache.release() if hasattr(self, "cache") else None
+        if hasattr(self, "cache"):
+            self.cache.release()
 
     def output(self, cache: Any) -> "WeaverGenerateOutput":
         return WeaverGenerateOutput(
@@ -322,21 +346,35 @@ class WeaverCandidateGenerator(CandidateGenerator):
         weaver: whose `tree_config` is copied, so that a change of it affects the next call.
         generation_config: its `max_length` and EOS bound the chains.
         device: the target's.
+        context: what the drafter knows of the text already; None for a Weaver without a drafter.
     """
 
     requires_model_outputs = False
 
-    def __init__(self, weaver: WeaverModel, generation_config: GenerationConfig, device: torch.device) -> None:
+    def __init__(
+        self,
+        weaver: WeaverModel,
+        generation_config: GenerationConfig,
+        device: torch.device,
+        context: DrafterContext | None = None,
+    ) -> None:
+        self.weaver, self.context = weaver, context
         self.tree_config = replace(weaver.tree_config)
         self.budget = self.tree_config.nodes_on(device.type)
         self.max_length = generation_config.max_length
         self.device = device
         eos = getattr(generation_config, "_eos_token_tensor", None)
         self.eos_ids = frozenset() if eos is None else frozenset(eos.tolist())
-        self._build = make_builder(self.tree_config.builder, self.budget)
+        self._build = make_builder(self.tree_config.builder, self.budget, has_drafter=context is not None)
+        self._temperatures = self.tree_config.temperatures_at(0.0, weaver.config.block_size - 1)
 
     def get_candidate_tree(self, context: DraftContext) -> TokenTree:
         """A tree of at most `budget` drafted nodes, rooted at the last token of each row."""
+        if self.context is not None:
+            self.weaver.read_taps(self.context, context.taps)
+            if self._build.needs_block:
+                block = self.weaver.draft(context.anchors, self.context, self._temperatures, pool=self.budget)
+                context = replace(context, block=block)
         return self._build(context)
 
     def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, None]:

@@ -9,15 +9,23 @@ import torch
 import torch.nn as nn
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.utils import logging
 
 from .configuration_weaver import TreeConfig, WeaverConfig
+from .drafter import BlockDrafter, DraftBlock, DrafterContext, RMSNorm
 from .errors import CheckpointError, MissingDrafterError, NotAttachedError
 from .stats import GenerationStats
-from .target.attach import attach, attachment_of, detach, unwrap
-from .target.taps import TapSink
+from .target.attach import attach, attachment_of, detach, head_device, unwrap
+from .target.taps import TapSink, TapStates
 
 __all__ = ["WeaverModel"]
+
+logger = logging.get_logger(__name__)
+
+_CONTEXT = "_weaver_context"  # on a cache: id of the Weaver and its context
 
 
 class WeaverModel(PreTrainedModel):
@@ -36,13 +44,13 @@ class WeaverModel(PreTrainedModel):
     config_class = WeaverConfig
     base_model_prefix = "weaver"
     main_input_name = "noise_embeds"
-    _supports_sdpa = True
 
     def __init__(self, config: WeaverConfig) -> None:
         super().__init__(config)
         self.tree_config = TreeConfig(**config.tree_config)
         self.stats: GenerationStats | None = None
         self._target: weakref.ref[PreTrainedModel] | None = None
+        self.drafter = BlockDrafter(config) if config.num_hidden_layers else None
         self.post_init()
 
     # ---- the target --------------------------------------------------------------------------------------------------
@@ -84,8 +92,7 @@ class WeaverModel(PreTrainedModel):
             self._check_fits(target)
             attach(target, self, WeaverGenerationMixin)
         self._target = weakref.ref(target)
-        head = target.get_output_embeddings().weight
-        return self.to(device=head.device, dtype=head.dtype if head.is_floating_point() else target.dtype)
+        return self.to(device=head_device(target), dtype=target.dtype)
 
     def detach(self) -> "WeaverModel":
         """Undo `attach`: when the last Weaver leaves a model, its classes are the original ones again."""
@@ -111,6 +118,19 @@ class WeaverModel(PreTrainedModel):
                     ),
                 )
         layers = text.num_hidden_layers
+        if self.config.num_target_layers not in (None, layers):
+            raise CheckpointError(
+                f"a Weaver made for {self.config.num_target_layers} target layers",
+                f"{layers}, the target's",
+                "Load the Weaver that belongs to this target.",
+            )
+        mask = self.config.mask_token_id
+        if mask is not None and not 0 <= mask < text.vocab_size:
+            raise CheckpointError(
+                f"mask_token_id {mask}",
+                f"an id below the target's vocabulary of {text.vocab_size}",
+                "Load the Weaver that belongs to this target, or correct its config.json.",
+            )
         # The last layer's output is seen after the final norm by some libraries and before it by others.
         wrong = [i for i in self.config.target_layer_ids if not 0 <= i < layers - 1]
         if wrong:
@@ -120,32 +140,146 @@ class WeaverModel(PreTrainedModel):
                 "Load the Weaver that belongs to this target, or correct its config.json.",
             )
 
-    def tap_sink(self) -> TapSink | None:
-        """A sink for the taps of the attached target, None where the config names none."""
+    def tap_sink(self, device: torch.device) -> TapSink | None:
+        """A sink that gathers the attached target's taps on `device`, None where the config names none."""
         target = self.target
         if target is None or not self.config.target_layer_ids:
             return None
         attachment = attachment_of(target)
         assert attachment is not None, "a target is set while attached"
         decoder = attachment.family.decoder_of(target)
-        return TapSink(decoder, self.config.target_layer_ids, target.get_output_embeddings().weight.device)
+        return TapSink(decoder, self.config.target_layer_ids, device)
 
     # ---- the drafter -------------------------------------------------------------------------------------------------
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The block drafter's forward; a Weaver without one raises `MissingDrafterError`."""
-        raise MissingDrafterError(
-            "a Weaver without a learned drafter",
-            "one with a drafter, for `speculation_type='dflash'` or a direct call",
-            "Pass it to `generate(..., assistant_model=weaver)` of the attached model instead.",
-        )
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, RMSNorm):
+            nn.init.ones_(module.weight)
+
+    def forward(
+        self,
+        noise_embeds: Tensor | None = None,
+        context_hidden_states: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        cache: Any = None,
+        **kwargs: Any,
+    ) -> BaseModelOutput:
+        """transformers' native DFlash contract: `generate(..., speculation_type="dflash")` on a dense target runs it.
+
+        Args:
+            noise_embeds: `[B, Q, H]`, the target's embeddings of the anchor and the mask tokens.
+            context_hidden_states: `[B, R, n * H]`, tap features of the rows that are new since the last call.
+            position_ids: `[B, R + Q]` of those rows and of the block.
+            attention_mask: `[B, S + Q]` over all rows with the block, 0 where padded, or None.
+            past_key_values, cache: the drafter's cache under either name (5.24 renamed it).
+
+        Returns:
+            `last_hidden_state` `[B, Q, H]`.
+
+        Raises:
+            MissingDrafterError: the Weaver has no drafter.
+        """
+        if self.drafter is None:
+            raise MissingDrafterError(
+                "a Weaver without a learned drafter",
+                "one with a drafter, for `speculation_type='dflash'` or a direct call",
+                "Pass it to `generate(..., assistant_model=weaver)` of the attached model instead.",
+            )
+        assert noise_embeds is not None
+        assert context_hidden_states is not None
+        assert position_ids is not None
+        cache = past_key_values if cache is None else cache
+        rows, size = context_hidden_states.shape[1], noise_embeds.shape[1]
+        fresh = self.drafter.context_rows(context_hidden_states, position_ids[:, :rows])
+        # The stock loop crops the block's rows from the cache after each call, so they are put into it too; the drafter
+        # makes the same keys itself, and reads the context alone from here.
+        filler = noise_embeds.new_zeros(*fresh[0][0].shape[:2], size, fresh[0][0].shape[-1])
+        context = []
+        for layer, (key, value) in enumerate(fresh):
+            if cache is not None:
+                filled = (torch.cat([key, filler], 2), torch.cat([value, filler], 2))
+                key, value = (x[:, :, :-size] for x in cache.update(*filled, layer))
+            context.append((key, value))
+        length = context[0][0].shape[2]
+        first = position_ids[:, rows:, None].transpose(1, 2)  # [B, 1, Q]
+        positions = (
+            torch.arange(length, device=noise_embeds.device) + first[:, 0, :1] - length
+        )  # contiguous up to the anchor
+        if attention_mask is not None:
+            positions = positions.masked_fill(attention_mask[:, :length] == 0, -1)
+        hidden = self.drafter(noise_embeds[:, None], context, positions, first)
+        return BaseModelOutput(last_hidden_state=hidden[:, 0])
+
+    def drafter_context(self, cache: Any) -> DrafterContext | None:
+        """What the drafter knows of the text in `cache`; None for a Weaver without a drafter.
+
+        The context of an earlier turn travels on the target's cache. Where stock code has moved the cache on since, or
+        made it, the text so far was not seen by the drafter: it starts at the new suffix, at its true positions.
+        """
+        if self.drafter is None:
+            return None
+        length = 0 if cache is None else cache.get_seq_length()
+        owner, kept = getattr(cache, _CONTEXT, (None, DrafterContext([])))
+        if length and owner == id(self) and kept.cache_length == length:
+            return kept
+        if length:
+            logger.info("The drafter did not see the %d tokens in this cache; it starts at the new suffix.", length)
+        return DrafterContext([], next_position=length)
+
+    def keep_context(self, cache: Any, context: DrafterContext | None, taps: TapStates | None) -> None:
+        """Leave the context on the cache that `generate` returns, for the next turn, the last rows read too."""
+        if cache is not None and context is not None:
+            self.read_taps(context, taps)
+            context.cache_length = cache.get_seq_length()
+            setattr(cache, _CONTEXT, (id(self), context))
+
+    @torch.no_grad()
+    def read_taps(self, context: DrafterContext, taps: TapStates | None) -> None:
+        """Let the drafter read the rows that entered the target's cache."""
+        assert self.drafter is not None
+        if taps is not None:
+            rows = taps.features.shape[1]
+            positions = context.next_position + torch.arange(rows, device=taps.features.device)
+            context.append(self.drafter.context_rows(taps.features, positions.expand(len(taps.features), -1)))
+
+    @torch.no_grad()
+    def draft(self, anchors: Tensor, context: DrafterContext, temperatures: list[float], pool: int) -> DraftBlock:
+        """One pass: the best `pool` tokens of each depth behind the anchors, by the target's embedding and head.
+
+        Args:
+            anchors: int64 `[B, 1]`, the last committed tokens.
+            context: what the drafter knows of the text before them.
+            temperatures: of each depth; a block has at most `len(temperatures)` depths.
+            pool: candidates kept a depth.
+        """
+        drafter, target = self.drafter, self.target
+        assert drafter is not None
+        assert target is not None
+        depths = min(self.config.block_size - 1, len(temperatures))
+        masks = torch.full_like(anchors, self.config.mask_token_id).expand(-1, self.config.block_size - 1)
+        noise = target.get_input_embeddings()(torch.cat([anchors, masks], 1))[:, None]
+        positions = context.next_position + torch.arange(self.config.block_size, device=anchors.device)
+        before = context.next_position - context.length + torch.arange(context.length, device=anchors.device)
+        hidden = drafter(noise, context.used(), before.expand(len(anchors), -1), positions.expand(len(anchors), 1, -1))[
+            :, 0, 1 : depths + 1
+        ]
+        logits = target.get_output_embeddings()(hidden).float()  # [B, D, V]
+        scaled = logits / torch.tensor(temperatures[:depths], device=logits.device)[:, None]
+        log_probs, token_ids = scaled.log_softmax(-1).clamp(max=0).topk(min(pool, logits.shape[-1]), -1)
+        return DraftBlock(hidden, token_ids, logits.gather(-1, token_ids), log_probs)
 
     @property
     def device(self) -> torch.device:
         """Where the weights are; without any, where the target's head is, or the CPU."""
         if next(self.parameters(), None) is not None:
             return super().device
-        return torch.device("cpu") if self.target is None else self.target.get_output_embeddings().weight.device
+        return torch.device("cpu") if self.target is None else head_device(self.target)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -159,10 +293,14 @@ class WeaverModel(PreTrainedModel):
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
         """Write `config.json` (with the current `tree_config`) and `model.safetensors`, in transformers' format."""
         self.config.tree_config = asdict(self.tree_config)
+        push = kwargs.pop("push_to_hub", False)
+        repo_id = kwargs.pop("repo_id", Path(save_directory).name)
         super().save_pretrained(save_directory, **kwargs)
         if next(self.parameters(), None) is None:
             # transformers writes no file for no tensors; an empty one keeps loading uniform and strict.
             save_file({}, Path(save_directory) / "model.safetensors", metadata={"format": "pt"})
+        if push:  # after the file above, which transformers' own push would miss
+            self.push_to_hub(repo_id, token=kwargs.get("token"))
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -176,6 +314,7 @@ class WeaverModel(PreTrainedModel):
         """
         name = str(pretrained_model_name_or_path)
         wants_info = kwargs.pop("output_loading_info", False)
+        kwargs.pop("ignore_mismatched_sizes", None)  # loading is strict
         if kwargs.get("config") is None:
             hub = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
             config = AutoConfig.from_pretrained(name, **{k: kwargs[k] for k in hub if k in kwargs})

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from ..drafter import DraftBlock
 from ..target.taps import TapStates
 from ..tree import TokenTree
 
@@ -21,15 +22,28 @@ class DraftContext:
         taps: states of the rows that entered the target's cache since the last call (the prompt at first, then each
             accepted path); None where the Weaver has no taps.
         device: where the tree belongs.
+        block: what the block drafter proposes; None where the Weaver has no drafter.
     """
 
     history: Sequence[Sequence[int]]
     taps: TapStates | None
     device: torch.device
+    block: DraftBlock | None = None
+
+    @property
+    def anchors(self) -> torch.Tensor:
+        """The last committed token of each row, int64 `[B, 1]`."""
+        return torch.tensor([row[-1:] for row in self.history], device=self.device)
 
 
 class TreeBuilder(Protocol):
-    """Grows one tree for each row. Made anew for each call of `generate`, so it may keep an index of the text."""
+    """Grows one tree for each row. Made anew for each call of `generate`, so it may keep an index of the text.
+
+    Attributes:
+        needs_block: it reads the drafter's block, so it cannot serve a Weaver without a drafter.
+    """
+
+    needs_block: bool
 
     def __call__(self, context: DraftContext) -> TokenTree:
         """A tree on the context's device, rooted at the last token of each row."""

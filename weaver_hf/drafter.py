@@ -1,0 +1,245 @@
+"""`BlockDrafter`: DFlash (arXiv 2602.06036), the marginals of the next tokens in one non-causal pass.
+
+Tensor names and shapes are those of the published checkpoints (z-lab). The context is what the target's tapped layers
+said of the committed text: fused once, projected to keys and values by every layer, and kept; the block is the anchor
+(the last committed token, whose own states are not known yet) and mask tokens. Slot `j` of a block predicts the token
+at its own position, `anchor + j`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["BlockDrafter", "DraftBlock", "DrafterContext"]
+
+KeyValue = tuple[Tensor, Tensor]
+
+
+class DraftBlock(NamedTuple):
+    """What one pass of the drafter proposes for depths 1..D, the best `K` tokens of each.
+
+    Attributes:
+        hidden: `[B, D, H]`, final hidden states of slots 1..D.
+        token_ids: int64 `[B, D, K]`, most probable first.
+        logits: fp32 `[B, D, K]`, raw.
+        log_probs: fp32 `[B, D, K]`, log-softmax over the whole vocabulary at the depth's draft temperature.
+    """
+
+    hidden: Tensor
+    token_ids: Tensor
+    logits: Tensor
+    log_probs: Tensor
+
+
+@dataclass
+class DrafterContext:
+    """Keys and values of the committed text in every drafter layer, in buffers that grow by halves.
+
+    Attributes:
+        layers: (keys, values) a layer, each `[B, Hkv, capacity, hd]`, of which `length` rows are used.
+        length: rows of context.
+        next_position: sequence index of the next row. Larger than `length` where the text before was not seen.
+        cache_length: tokens in the target's cache when `generate` ended, to tell whether somebody moved it on since.
+    """
+
+    layers: list[KeyValue]
+    length: int = 0
+    next_position: int = 0
+    cache_length: int = 0
+
+    def append(self, rows: list[KeyValue]) -> None:
+        """Add the same new rows `[B, Hkv, R, hd]` to every layer."""
+        new = rows[0][0].shape[2]
+        end = self.length + new
+        for index, (buffers, added) in enumerate(zip(self.layers or rows, rows, strict=True)):
+            if not self.layers:
+                continue
+            grown = tuple(self._room(buffer, end) for buffer in buffers)
+            for buffer, row in zip(grown, added, strict=True):
+                buffer[:, :, self.length : end] = row
+            self.layers[index] = (grown[0], grown[1])
+        if not self.layers:
+            self.layers = rows
+        self.length = end
+        self.next_position += new
+
+    def _room(self, buffer: Tensor, capacity: int) -> Tensor:
+        if buffer.shape[2] >= capacity:
+            return buffer
+        larger = buffer.new_empty(*buffer.shape[:2], capacity + capacity // 2, buffer.shape[3])
+        larger[:, :, : self.length] = buffer[:, :, : self.length]
+        return larger
+
+    def used(self) -> list[KeyValue]:
+        return [(k[:, :, : self.length], v[:, :, : self.length]) for k, v in self.layers]
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm in fp32, scaled in the input's dtype (as Qwen3's)."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = x.float()
+        normed = normed * torch.rsqrt(normed.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(x.dtype)
+
+
+class DrafterAttention(nn.Module):
+    """Attention of blocks over the context and themselves; queries of one block never see another block."""
+
+    def __init__(self, config: Any, layer: int) -> None:
+        super().__init__()
+        hidden, dim, bias = config.hidden_size, config.head_dim, config.attention_bias
+        self.q_proj = nn.Linear(hidden, config.num_attention_heads * dim, bias=bias)
+        self.k_proj = nn.Linear(hidden, config.num_key_value_heads * dim, bias=bias)
+        self.v_proj = nn.Linear(hidden, config.num_key_value_heads * dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * dim, hidden, bias=bias)
+        self.q_norm = RMSNorm(dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(dim, config.rms_norm_eps)
+        self.dim = dim
+        sliding = config.layer_types[layer] == "sliding_attention"
+        self.window = config.sliding_window if sliding else None
+        self.causal = sliding if config.is_causal is None else config.is_causal
+
+    def key_value(self, x: Tensor, rope: KeyValue) -> KeyValue:
+        """Keys (normed, rotated) and values of rows `[..., R, H]`: `[..., Hkv, R, hd]`."""
+        k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.dim))).transpose(-2, -3)
+        v = self.v_proj(x).unflatten(-1, (-1, self.dim)).transpose(-2, -3)
+        return rotate(k, rope), v
+
+    def forward(
+        self, x: Tensor, rope: KeyValue, context: KeyValue, own: KeyValue, context_positions: Tensor, positions: Tensor
+    ) -> Tensor:
+        """`x [B, A, Q, H]`: `A` blocks of `Q` rows at `positions [B, A, Q]` (the first is the anchor's).
+
+        `context` `[B, Hkv, S, hd]` at `context_positions [B, S]` (negative: masked); `own` `[B, A, Hkv, Q, hd]`.
+        """
+        q = rotate(
+            self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.dim))).transpose(-2, -3), rope
+        )  # [B, A, Hq, Q, hd]
+        batch, blocks, heads, rows, dim = q.shape
+        kv_heads = own[0].shape[2]
+        # Query heads of one KV head side by side: [B, Hkv, A * G * Q, hd] against the context, no copies of it.
+        grouped = q.view(batch, blocks, kv_heads, -1, dim)  # [B, A, Hkv, G * Q, hd]
+        flat = grouped.transpose(1, 2).reshape(batch, kv_heads, -1, dim)
+        to_context = (flat @ context[0].transpose(-1, -2)).view(batch, kv_heads, blocks, -1, rows, context[0].shape[2])
+        to_own = (grouped @ own[0].transpose(-1, -2)).view(batch, blocks, kv_heads, -1, rows, rows).transpose(1, 2)
+
+        key = context_positions[:, None, None, :]  # [B, 1, 1, S]
+        seen = (key >= 0) & (key < positions[:, :, :1, None])  # strictly before the anchor
+        if self.window is not None:
+            seen = seen & (positions[..., None] - key < self.window)
+        scores = torch.cat([to_context, to_own], -1).float() * self.dim**-0.5  # [B, Hkv, A, G, Q, S + Q]
+        offset = torch.arange(rows, device=x.device)
+        mutual = offset[:, None] - offset[None, :]  # query - key
+        inside = torch.ones_like(mutual, dtype=torch.bool) if not self.causal else mutual >= 0
+        if self.window is not None:
+            inside = inside & (mutual.abs() < self.window)
+        visible = torch.cat([seen.expand(-1, -1, rows, -1), inside.expand(batch, blocks, -1, -1)], -1)
+        weights = scores.masked_fill(~visible[:, None, :, None], float("-inf")).softmax(-1).to(x.dtype)
+        on_context, on_own = weights.split([context[0].shape[2], rows], -1)
+        mixed = (on_context.reshape(batch, kv_heads, -1, context[0].shape[2]) @ context[1]).view(
+            batch, kv_heads, blocks, -1, rows, dim
+        )
+        mixed = mixed + (on_own.transpose(1, 2).reshape(batch, blocks, kv_heads, -1, rows) @ own[1]).view(
+            batch, blocks, kv_heads, -1, rows, dim
+        ).transpose(1, 2)
+        out = mixed.permute(0, 2, 4, 1, 3, 5).reshape(batch, blocks, rows, heads * dim)
+        return self.o_proj(out)
+
+
+class DrafterMLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DrafterLayer(nn.Module):
+    """One pre-norm layer; its keys and values of the context come from the fused features without its input norm."""
+
+    def __init__(self, config: Any, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = DrafterAttention(config, layer)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = DrafterMLP(config)
+
+    def forward(
+        self, x: Tensor, rope: KeyValue, context: KeyValue, context_positions: Tensor, positions: Tensor
+    ) -> Tensor:
+        normed = self.input_layernorm(x)
+        own = self.self_attn.key_value(normed, rope)
+        x = x + self.self_attn(normed, rope, context, own, context_positions, positions)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class BlockDrafter(nn.Module):
+    """The network of a DFlash checkpoint. It has neither embedding nor head: both are the target's.
+
+    Args:
+        config: a `WeaverConfig` that declares a drafter.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        taps = len(config.target_layer_ids)
+        self.fc = nn.Linear(taps * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(DrafterLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.head_dim, self.theta = config.head_dim, config.rope_theta
+
+    def rope(self, positions: Tensor, dtype: torch.dtype) -> KeyValue:
+        """Cosine and sine at `positions [..., R]`: `[..., 1, R, hd / 2]` each."""
+        frequency = torch.arange(0, self.head_dim, 2, device=positions.device, dtype=torch.float32) / self.head_dim
+        angle = positions[..., None].float() * self.theta**-frequency
+        return angle.cos().to(dtype).unsqueeze(-3), angle.sin().to(dtype).unsqueeze(-3)
+
+    def context_rows(self, features: Tensor, positions: Tensor) -> list[KeyValue]:
+        """Keys and values of every layer for tap features `[B, R, n * H]` at sequence indices `positions [B, R]`."""
+        fused = self.hidden_norm(self.fc(features))
+        rope = self.rope(positions, fused.dtype)
+        layers: Iterable[Any] = self.layers
+        return [layer.self_attn.key_value(fused, rope) for layer in layers]
+
+    def forward(self, noise: Tensor, context: list[KeyValue], context_positions: Tensor, positions: Tensor) -> Tensor:
+        """Final hidden states of every slot.
+
+        Args:
+            noise: `[B, A, Q, H]`, the target's embeddings of the anchors and mask tokens.
+            context: a layer each, `[B, Hkv, S, hd]`.
+            context_positions: int64 `[B, S]`, sequence indices, negative where masked. A block sees what lies strictly
+                before its anchor.
+            positions: int64 `[B, A, Q]`.
+
+        Returns:
+            `[B, A, Q, H]`.
+        """
+        rope = self.rope(positions, noise.dtype)
+        x = noise
+        for layer, kv in zip(self.layers, context, strict=True):
+            x = layer(x, rope, kv, context_positions, positions)
+        return self.norm(x)
+
+
+def rotate(x: Tensor, rope: KeyValue) -> Tensor:
+    """Rotary embedding by halves: `x [..., heads, rows, hd]`, cosine and sine `[..., 1, rows, hd / 2]`."""
+    cos, sin = rope
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)

@@ -1,0 +1,122 @@
+"""`weaver-hf train data` and `weaver-hf train drafter`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ..configuration_weaver import TreeConfig, WeaverConfig
+from ..modeling_weaver import WeaverModel
+from ..tiny import TARGET
+from .blocks import LossConfig
+from .data import DataConfig, load_data, make_data, read_documents
+from .drafter import TrainConfig
+from .drafter import train as run
+
+app = typer.Typer(help="Train drafters for a target.", no_args_is_help=True)
+
+TargetOption = Annotated[str, typer.Option(help="Target: a local folder or a Hub id.")]
+
+
+@app.command()
+def data(
+    text: Annotated[list[Path], typer.Argument(help="Text files (.xz is unpacked), documents separated by NUL.")],
+    out: Annotated[Path, typer.Option(help="Folder of the data set; a started one of the same settings is resumed.")],
+    target: TargetOption = str(TARGET),
+    sequences: Annotated[int, typer.Option(min=1, help="Completions.")] = 1024,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of each completion.")] = 256,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences generated at once.")] = 256,
+    seed: Annotated[int, typer.Option()] = 0,
+) -> None:
+    """Cut prompts from text and let the target complete them, at temperatures 1, 0.7 and 0.
+
+    [dim]Example:[/] weaver-hf train data corpus.txt.xz --out data --sequences 32768
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(target, dtype="auto").to(device)
+    config = DataConfig(sequences=sequences, max_new_tokens=max_new_tokens, batch_size=batch_size, seed=seed)
+    console = Console(stderr=True)
+    facts = make_data(
+        model,
+        AutoTokenizer.from_pretrained(target),
+        read_documents(text),
+        out,
+        config,
+        lambda items, total: track(items, "batches", total=total, console=console),
+    )
+    console.print(f"{sequences} sequences in {out}; {facts['prompts_dropped_for_overlap']} prompts dropped for overlap")
+
+
+@app.command()
+def drafter(
+    data: Annotated[Path, typer.Option(help="Data set of `weaver-hf train data`.")],
+    out: Annotated[Path, typer.Option(help="Folder of the artifact; a started run there is resumed.")],
+    target: TargetOption = str(TARGET),
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the drafter.")] = 3,
+    block_size: Annotated[int, typer.Option(min=2, help="Slots of a block, the anchor's included.")] = 16,
+    taps: Annotated[list[int] | None, typer.Option(help="Tapped target layers. [spread over the target]")] = None,
+    mask_token_id: Annotated[int | None, typer.Option(help="By default the tokenizer's <|mask|> token.")] = None,
+    heads: Annotated[int, typer.Option(min=1)] = 8,
+    kv_heads: Annotated[int, typer.Option(min=1)] = 4,
+    head_dim: Annotated[int, typer.Option(min=2)] = 64,
+    intermediate_size: Annotated[int | None, typer.Option(help="By default the target's.")] = None,
+    anchors: Annotated[int, typer.Option(min=1, help="Blocks to train on in all.")] = 30_000_000,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences a step and process.")] = 64,
+    anchors_per_sequence: Annotated[int, typer.Option(min=1)] = 64,
+    learning_rate: Annotated[float, typer.Option()] = 1e-3,
+    weighting: Annotated[str, typer.Option(help="decay or dpace.")] = "decay",
+    gamma: Annotated[float, typer.Option(help="Of the decay.")] = 7.0,
+    soft: Annotated[float, typer.Option(min=0, max=1, help="Share of the loss towards the whole distribution.")] = 1.0,
+    max_seconds: Annotated[float | None, typer.Option(help="End the run by then.")] = None,
+    seed: Annotated[int, typer.Option()] = 0,
+) -> None:
+    """Train a DFlash block drafter for a frozen target. Several GPUs: `accelerate launch -m weaver_hf ...`.
+
+    [dim]Example:[/] weaver-hf train drafter --data data --out drafter --taps 1 --taps 3 --taps 5 --taps 6
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(target, dtype="auto").to(device)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    text = model.config.get_text_config()
+    count = text.num_hidden_layers
+    if mask_token_id is None:
+        mask_token_id = tokenizer.convert_tokens_to_ids("<|mask|>")
+    if not isinstance(mask_token_id, int) or mask_token_id == tokenizer.unk_token_id:
+        raise typer.BadParameter("the tokenizer has no <|mask|> token; name an id", param_hint="--mask-token-id")
+    torch.manual_seed(seed)
+    weaver = WeaverModel(
+        WeaverConfig(
+            vocab_size=text.vocab_size,
+            hidden_size=text.hidden_size,
+            # DFlash's rule: evenly from the second layer to the one before the last two.
+            target_layer_ids=taps or [round(1 + i * (count - 4) / 3) for i in range(4)],
+            num_hidden_layers=layers,
+            block_size=block_size,
+            mask_token_id=mask_token_id,
+            num_target_layers=count,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            intermediate_size=intermediate_size or text.intermediate_size,
+            rope_theta=10000.0,
+            tree_config=TreeConfig(builder="marginal"),
+            base_model_name_or_path=target,
+            eos_token_id=text.eos_token_id,
+            pad_token_id=text.pad_token_id,
+        )
+    )
+    config = TrainConfig(
+        anchors=anchors,
+        batch_size=batch_size,
+        anchors_per_sequence=anchors_per_sequence,
+        learning_rate=learning_rate,
+        max_seconds=max_seconds,
+        seed=seed,
+        mixed_precision="bf16" if device == "cuda" else "no",
+        loss=LossConfig(weighting=weighting, gamma=gamma, soft=soft),
+    )
+    run(model, weaver, load_data(data, tokenizer, block_size), out, config, text.pad_token_id or 0)
