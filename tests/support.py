@@ -9,7 +9,7 @@ import random
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-from weaver_hf import TokenTree
+from weaver_hf import TokenTree, WeaverConfig, WeaverModel
 from weaver_hf.bench import load_prompts
 from weaver_hf.proposal import DraftContext
 from weaver_hf.target.compat import CACHE_KEY
@@ -211,3 +211,34 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def read_json(path):
     return json.loads(path.read_text())
+
+
+def drafter_config(**overrides) -> WeaverConfig:
+    """A small drafter for `tiny_random_model`."""
+    return WeaverConfig(
+        **{
+            "vocab_size": VOCAB,
+            "hidden_size": 64,
+            "target_layer_ids": [0, 2],
+            "num_hidden_layers": 2,
+            "block_size": 8,
+            "mask_token_id": 125,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "intermediate_size": 96,
+            "rope_theta": 10000.0,
+            "tree_config": {"builder": "marginal"},
+            **overrides,
+        }
+    )
+
+
+def random_weaver(**overrides) -> WeaverModel:
+    """Random weights of visible size, norms included."""
+    torch.manual_seed(5)
+    weaver = WeaverModel(drafter_config(**overrides)).eval()
+    with torch.no_grad():
+        for parameter in weaver.parameters():
+            parameter.copy_(torch.randn_like(parameter) * (0.15 if parameter.ndim > 1 else 0.3) + (parameter.ndim == 1))
+    return weaver

@@ -92,6 +92,7 @@ class WeaverConfig(PreTrainedConfig):
         is_causal: overrides the causality inside the block of all layers where not None.
         tree_config: fields of `TreeConfig`.
         base_model_name_or_path: Hub id or path of the target that the artifact was made for.
+        bos_token_id, eos_token_id, pad_token_id: the target's, which transformers' pipelines compare.
     """
 
     model_type = "weaver"
@@ -117,6 +118,9 @@ class WeaverConfig(PreTrainedConfig):
         is_causal: bool | None = None,
         tree_config: dict[str, Any] | TreeConfig | None = None,
         base_model_name_or_path: str | None = None,
+        bos_token_id: int | None = None,
+        eos_token_id: int | list[int] | None = None,
+        pad_token_id: int | None = None,
         **kwargs: Any,
     ) -> None:
         self.vocab_size = vocab_size
@@ -138,6 +142,9 @@ class WeaverConfig(PreTrainedConfig):
         self.is_causal = is_causal
         self.tree_config = asdict(tree_config) if isinstance(tree_config, TreeConfig) else dict(tree_config or {})
         self.base_model_name_or_path = base_model_name_or_path
+        self.bos_token_id = bos_token_id
+        self.eos_token_id = eos_token_id
+        self.pad_token_id = pad_token_id
         self._check()
         super().__init__(**kwargs)
 

@@ -1,5 +1,6 @@
 """`WeaverModel`: the artifact that drafts for a target, and its tie to it."""
 
+import re
 import weakref
 from dataclasses import asdict
 from pathlib import Path
@@ -10,10 +11,11 @@ import torch.nn as nn
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging
 
+from .checkpoints import format_of
 from .configuration_weaver import TreeConfig, WeaverConfig
 from .drafter import BlockDrafter, DraftBlock, DrafterContext, RMSNorm
 from .errors import CheckpointError, MissingDrafterError, NotAttachedError
@@ -295,7 +297,8 @@ class WeaverModel(PreTrainedModel):
         self.config.tree_config = asdict(self.tree_config)
         push = kwargs.pop("push_to_hub", False)
         repo_id = kwargs.pop("repo_id", Path(save_directory).name)
-        super().save_pretrained(save_directory, **kwargs)
+        # transformers would give tensors that were read from another format their old names back.
+        super().save_pretrained(save_directory, save_original_format=False, **kwargs)
         if next(self.parameters(), None) is None:
             # transformers writes no file for no tensors; an empty one keeps loading uniform and strict.
             save_file({}, Path(save_directory) / "model.safetensors", metadata={"format": "pt"})
@@ -304,7 +307,7 @@ class WeaverModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load an artifact from a local folder or the Hub, strictly.
+        """Load an artifact from a local folder or the Hub, strictly: ours, or a DFlash drafter of z-lab or speculators.
 
         Takes transformers' arguments (`revision`, `token`, `cache_dir`, `local_files_only`, ...).
 
@@ -315,13 +318,18 @@ class WeaverModel(PreTrainedModel):
         name = str(pretrained_model_name_or_path)
         wants_info = kwargs.pop("output_loading_info", False)
         kwargs.pop("ignore_mismatched_sizes", None)  # loading is strict
+        ignored: list[str] = []
         if kwargs.get("config") is None:
             hub = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
-            config = AutoConfig.from_pretrained(name, **{k: kwargs[k] for k in hub if k in kwargs})
-            if not isinstance(config, WeaverConfig):
+            described, _ = PreTrainedConfig.get_config_dict(name, **{k: kwargs[k] for k in hub if k in kwargs})
+            foreign = format_of(described)
+            if foreign is not None:
+                kwargs |= {"config": foreign.read_config(described), "key_mapping": foreign.key_mapping}
+                ignored = foreign.ignored
+            elif described.get("model_type") != WeaverConfig.model_type:
                 raise CheckpointError(
-                    f"a config of model_type {config.model_type!r} in {name}",
-                    "model_type 'weaver'",
+                    f"a config of model_type {described.get('model_type')!r} in {name}",
+                    "model_type 'weaver', or a DFlash checkpoint of z-lab or speculators",
                     "Pass the Weaver's folder or Hub id here, and the target's to `AutoModelForCausalLM`.",
                 )
         try:
@@ -336,7 +344,7 @@ class WeaverModel(PreTrainedModel):
             ) from error
         faults = {
             "missing": sorted(info["missing_keys"]),
-            "unknown": sorted(info["unexpected_keys"]),
+            "unknown": sorted(k for k in info["unexpected_keys"] if not any(re.match(p, k) for p in ignored)),
             "of another shape": sorted(str(key) for key in info["mismatched_keys"]),
         }
         if any(faults.values()):
