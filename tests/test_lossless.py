@@ -5,6 +5,7 @@ turn, and all of it on the other end of the supported transformers range. A diff
 logits are closer than 1e-4 there; such near ties are listed as warnings.
 """
 
+import dataclasses
 import warnings
 
 import pytest
@@ -18,7 +19,8 @@ from weaver_hf.proposal import BUILDERS
 NEW = 64
 NEAR_TIE = 1e-4
 SIZES = (1, 2, 17, 64)
-TREES = ("suffix", *(f"random-{size}" for size in SIZES))
+DRAFTED = ("suffix", "chain", "marginal")
+TREES = (*DRAFTED, *(f"random-{size}" for size in SIZES))
 
 
 def cases():
@@ -26,7 +28,7 @@ def cases():
         domain, number = DOMAINS[index // 30], index % 30
         # One group a prompt, so that its stock output is computed once, by one worker.
         marks = [pytest.mark.xdist_group(f"{domain}-{number}")] + ([pytest.mark.slow] if number >= 3 else [])
-        for tree in TREES if number < 3 else ("suffix", "random-in-turn"):
+        for tree in TREES if number < 3 else (*DRAFTED, "random-in-turn"):
             yield pytest.param(index, tree, id=f"{domain}-{number:02d}-{tree}", marks=marks)
 
 
@@ -35,8 +37,9 @@ def test_greedy_text_equals_stock_token_for_token(trio, monkeypatch, index, tree
     model, _, weaver = trio
     domain, ids = bench_prompts()[index]
     text, gaps = stock_output(index, NEW)
-    config = TreeConfig()
-    if tree != "suffix":
+    if tree in DRAFTED:
+        config = dataclasses.replace(weaver.tree_config, builder=tree)
+    else:
         nodes = SIZES if tree == "random-in-turn" else int(tree.removeprefix("random-"))
         pad_to = None if tree == "random-in-turn" else nodes + index % 3
         builder = OracleBuilder(text, nodes=nodes, hit=0.5, seed=index, vocab=8192, pad_to=pad_to)

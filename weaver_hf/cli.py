@@ -204,7 +204,7 @@ class RunStreamer(BaseStreamer):
 def bench(
     domain: Annotated[list[str] | None, typer.Option(help=f"Prompt domains: {', '.join(DOMAINS)}. [all]")] = None,
     prompts: Annotated[int, typer.Option(min=1, max=30, help="Prompts a domain.")] = 3,
-    builder: Annotated[list[str] | None, typer.Option(help="Tree builders. [suffix]")] = None,
+    builder: Annotated[list[str] | None, typer.Option(help="Tree builders. [all that the Weaver can serve]")] = None,
     budget: Annotated[list[int] | None, typer.Option(min=1, help="Drafted nodes a step. [7, 15, 31]")] = None,
     temperature: Annotated[list[float] | None, typer.Option(min=0, help="0 is greedy. [0]")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens a prompt.")] = 64,
@@ -227,7 +227,7 @@ def bench(
     settings: dict[str, Any] = {
         "domains": domain or list(DOMAINS),
         "prompts": prompts,
-        "builders": builder or ["suffix"],
+        "builders": builder,
         "budgets": budget or [7, 15, 31],
         "temperatures": temperature or [0.0],
         "max_new_tokens": max_new_tokens,
@@ -239,6 +239,7 @@ def bench(
     if unknown:
         raise typer.BadParameter(f"unknown domains {unknown}; choose from {', '.join(DOMAINS)}", param_hint="--domain")
     model, tokenizer, drafter = load(target, weaver)
+    settings["builders"] = builder or ["suffix"] + (["chain", "marginal"] if drafter.drafter is not None else [])
     with Progress(console=Console(stderr=True), transient=True) as bar:
         results = run_bench(
             model,

@@ -372,7 +372,7 @@ class WeaverCandidateGenerator(CandidateGenerator):
         """A tree of at most `budget` drafted nodes, rooted at the last token of each row."""
         if self.context is not None:
             self.weaver.read_taps(self.context, context.taps)
-            if self._build.needs_block:
+            if getattr(self._build, "needs_block", False):
                 block = self.weaver.draft(context.anchors, self.context, self._temperatures, pool=self.budget)
                 context = replace(context, block=block)
         return self._build(context)

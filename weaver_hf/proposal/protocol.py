@@ -39,11 +39,9 @@ class DraftContext:
 class TreeBuilder(Protocol):
     """Grows one tree for each row. Made anew for each call of `generate`, so it may keep an index of the text.
 
-    Attributes:
-        needs_block: it reads the drafter's block, so it cannot serve a Weaver without a drafter.
+    One that reads the drafter's block says so with `needs_block = True`; it cannot serve a Weaver without a drafter,
+    and for others the drafter does not run.
     """
-
-    needs_block: bool
 
     def __call__(self, context: DraftContext) -> TokenTree:
         """A tree on the context's device, rooted at the last token of each row."""

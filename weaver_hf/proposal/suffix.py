@@ -30,8 +30,6 @@ _Occurrence = tuple[int, int, float]
 class SuffixBuilder:
     """Tree builder over matches of the current suffix, with an index that grows with the text."""
 
-    needs_block = False
-
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self._rows: list[_SuffixIndex] = []

@@ -30,6 +30,7 @@ def data(
     sequences: Annotated[int, typer.Option(min=1, help="Completions.")] = 1024,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Of each completion.")] = 256,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences generated at once.")] = 256,
+    own_share: Annotated[float, typer.Option(min=0, max=1, help="Prompts that the target writes itself.")] = 0.7,
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
     """Cut prompts from text and let the target complete them, at temperatures 1, 0.7 and 0.
@@ -38,7 +39,9 @@ def data(
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(target, dtype="auto").to(device)
-    config = DataConfig(sequences=sequences, max_new_tokens=max_new_tokens, batch_size=batch_size, seed=seed)
+    config = DataConfig(
+        sequences=sequences, max_new_tokens=max_new_tokens, batch_size=batch_size, own_share=own_share, seed=seed
+    )
     console = Console(stderr=True)
     facts = make_data(
         model,
@@ -56,6 +59,7 @@ def drafter(
     data: Annotated[Path, typer.Option(help="Data set of `weaver-hf train data`.")],
     out: Annotated[Path, typer.Option(help="Folder of the artifact; a started run there is resumed.")],
     target: TargetOption = str(TARGET),
+    init: Annotated[str | None, typer.Option(help="Go on from this artifact (ours or a published one).")] = None,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the drafter.")] = 3,
     block_size: Annotated[int, typer.Option(min=2, help="Slots of a block, the anchor's included.")] = 16,
     taps: Annotated[list[int] | None, typer.Option(help="Tapped target layers. [spread over the target]")] = None,
@@ -88,27 +92,30 @@ def drafter(
     if not isinstance(mask_token_id, int) or mask_token_id == tokenizer.unk_token_id:
         raise typer.BadParameter("the tokenizer has no <|mask|> token; name an id", param_hint="--mask-token-id")
     torch.manual_seed(seed)
-    weaver = WeaverModel(
-        WeaverConfig(
-            vocab_size=text.vocab_size,
-            hidden_size=text.hidden_size,
-            # DFlash's rule: evenly from the second layer to the one before the last two.
-            target_layer_ids=taps or [round(1 + i * (count - 4) / 3) for i in range(4)],
-            num_hidden_layers=layers,
-            block_size=block_size,
-            mask_token_id=mask_token_id,
-            num_target_layers=count,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=head_dim,
-            intermediate_size=intermediate_size or text.intermediate_size,
-            rope_theta=10000.0,
-            tree_config=TreeConfig(builder="marginal"),
-            base_model_name_or_path=target,
-            eos_token_id=text.eos_token_id,
-            pad_token_id=text.pad_token_id,
+    if init is not None:
+        weaver = WeaverModel.from_pretrained(init)
+    else:
+        weaver = WeaverModel(
+            WeaverConfig(
+                vocab_size=text.vocab_size,
+                hidden_size=text.hidden_size,
+                # DFlash's rule: evenly from the second layer to the one before the last two.
+                target_layer_ids=taps or [round(1 + i * (count - 4) / 3) for i in range(4)],
+                num_hidden_layers=layers,
+                block_size=block_size,
+                mask_token_id=mask_token_id,
+                num_target_layers=count,
+                num_attention_heads=heads,
+                num_key_value_heads=kv_heads,
+                head_dim=head_dim,
+                intermediate_size=intermediate_size or text.intermediate_size,
+                rope_theta=10000.0,
+                tree_config=TreeConfig(builder="marginal"),
+                base_model_name_or_path=None if Path(target).exists() else target,
+                eos_token_id=text.eos_token_id,
+                pad_token_id=text.pad_token_id,
+            )
         )
-    )
     config = TrainConfig(
         anchors=anchors,
         batch_size=batch_size,

@@ -37,6 +37,10 @@ class DataConfig:
     Attributes:
         sequences: how many completions.
         prompt_tokens: smallest and largest length of a prompt cut from a long document.
+        own_share: share of prompts that the target writes itself: a few tokens of text, then `own_tokens` drawn at
+            temperature 1. What it has learned by heart is too easy to draft for, and the text it was trained on is
+            mostly that; a drafter that sees nothing else does badly on new text.
+        own_tokens: smallest and largest number of those tokens.
         max_new_tokens: of each completion.
         temperatures: (temperature, share) pairs; greedy completions are cut where they start to loop.
         batch_size: sequences generated at once, of similar prompt lengths.
@@ -44,6 +48,8 @@ class DataConfig:
 
     sequences: int = 1024
     prompt_tokens: tuple[int, int] = (32, 192)
+    own_share: float = 0.7
+    own_tokens: tuple[int, int] = (48, 160)
     max_new_tokens: int = 256
     temperatures: tuple[tuple[float, float], ...] = ((1.0, 0.45), (0.7, 0.20), (0.0, 0.35))
     batch_size: int = 256
@@ -165,10 +171,14 @@ def make_data(
     prompts, dropped = cut_prompts(documents, tokenizer, config)
     facts |= {"prompts_dropped_for_overlap": dropped, "complete": False}
     described.write_text(json.dumps(facts, indent=1) + "\n")
+    rng = random.Random(config.seed)
     for index, temperature, batch in progress(list(batches(prompts, config)), None):
         shard = folder / f"shard-{index:05d}.safetensors"
+        own, count = rng.random() < config.own_share, rng.randint(*config.own_tokens)
         if not shard.exists():
             torch.manual_seed(config.seed + index)
+            if own:
+                batch = write_prompts(model, batch, count, tokenizer.pad_token_id)
             tensors = complete(model, batch, temperature, config.max_new_tokens, tokenizer.pad_token_id)
             partial = shard.with_suffix(".partial")
             save_file(tensors, partial)
@@ -194,13 +204,43 @@ def batches(prompts: Sequence[list[int]], config: DataConfig) -> Iterator[tuple[
 
 
 @torch.no_grad()
+def write_prompts(model: Any, prompts: Sequence[list[int]], count: int, pad: int) -> list[list[int]]:
+    """Prompts of the target's own: the first 4 to 23 tokens of each, and `count` more drawn at temperature 1.
+
+    An end of a turn does not end them: a chat model goes on to write the answer to the question it made up.
+    """
+    starts = [prompt[: 4 + i % 20] for i, prompt in enumerate(prompts)]
+    ids, mask = left_padded(starts, pad, model.device)
+    out = model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=count,
+        min_new_tokens=count,
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        eos_token_id=pad,
+        pad_token_id=pad,
+    )
+    return [start + row for start, row in zip(starts, out[:, ids.shape[1] :].tolist(), strict=True)]
+
+
+def left_padded(rows: Sequence[list[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Token ids and attention mask of rows of different lengths."""
+    longest = max(map(len, rows))
+    ids = [[pad] * (longest - len(row)) + row for row in rows]
+    mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
+
+@torch.no_grad()
 def complete(
     model: Any, prompts: Sequence[list[int]], temperature: float, max_new_tokens: int, pad: int
 ) -> dict[str, Tensor]:
     """Completions of left-padded prompts as flat tensors: `tokens`, `lengths`, `prompt_lengths`, `temperatures`."""
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts], device=model.device)
-    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+    ids, mask = left_padded(prompts, pad, model.device)
+    longest = ids.shape[1]
     options: dict[str, Any] = {"do_sample": temperature > 0}
     if temperature > 0:
         options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}

@@ -120,6 +120,7 @@ def train(
         accelerator.save_state(str(state))
         return entry
 
+    evaluated_at = -1
     next_evaluation = config.evaluate_every
     for batch in training_batches(len(data) - config.held_out, data, config, pad, accelerator, progress):
         rate = progress.rate()
@@ -150,9 +151,10 @@ def train(
         optimizer.zero_grad()
         progress.step(int(anchors.numel()) * accelerator.num_processes, loss.detach())
         if progress.seconds >= next_evaluation:
-            last = checkpoint()
+            last, evaluated_at = checkpoint(), progress.steps
             next_evaluation = progress.seconds + config.evaluate_every
-    last = checkpoint()
+    if evaluated_at != progress.steps:
+        last = checkpoint()
     if accelerator.is_main_process:
         weaver.tree_config.draft_temperature = fit_temperatures(target, weaver.eval(), data, config, pad)
         weaver.to(target.dtype).save_pretrained(folder)
@@ -315,6 +317,6 @@ def plot(folder: Path) -> None:
         axes.plot([row["anchors"] / 1e6 for row in rows], [row[name] for row in rows], marker=".", label=name)
     axes.set_xlabel("anchors trained (millions)")
     axes.set_ylabel("accepted drafted tokens a step")
-    axes.legend()
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(folder / "acceptance.png", dpi=120, bbox_inches="tight")
     pyplot.close(figure)
