@@ -4,22 +4,13 @@ import torch
 
 from ..drafter import DraftBlock
 from ..tree import TokenTree
-from .protocol import DraftContext
+from .protocol import BlockBuilder
 
 __all__ = ["ChainBuilder"]
 
 
-class ChainBuilder:
+class ChainBuilder(BlockBuilder):
     """One chain of the block's first candidates, cut at the budget."""
-
-    needs_block = True
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-
-    def __call__(self, context: DraftContext) -> TokenTree:
-        assert context.block is not None
-        return self.grow(context.block, context.anchors)
 
     def grow(self, block: DraftBlock, anchors: torch.Tensor) -> TokenTree:
         """The chain of a block behind `anchors [B, 1]`."""

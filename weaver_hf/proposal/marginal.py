@@ -11,22 +11,13 @@ import torch.nn.functional as F
 
 from ..drafter import DraftBlock
 from ..tree import TokenTree
-from .protocol import DraftContext
+from .protocol import BlockBuilder
 
 __all__ = ["MarginalBuilder"]
 
 
-class MarginalBuilder:
+class MarginalBuilder(BlockBuilder):
     """The exact best `budget` paths; equal scores keep the order of their parents, then of their candidates."""
-
-    needs_block = True
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-
-    def __call__(self, context: DraftContext) -> TokenTree:
-        assert context.block is not None
-        return self.grow(context.block, context.anchors)
 
     def grow(self, block: DraftBlock, anchors: torch.Tensor) -> TokenTree:
         """The best paths of a block behind `anchors [B, 1]`."""

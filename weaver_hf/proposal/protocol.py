@@ -1,5 +1,6 @@
 """What every tree builder is given and gives."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,7 +11,7 @@ from ..drafter import DraftBlock
 from ..target.taps import TapStates
 from ..tree import TokenTree
 
-__all__ = ["DraftContext", "TreeBuilder"]
+__all__ = ["BlockBuilder", "DraftContext", "TreeBuilder"]
 
 
 @dataclass(frozen=True)
@@ -46,3 +47,24 @@ class TreeBuilder(Protocol):
     def __call__(self, context: DraftContext) -> TokenTree:
         """A tree on the context's device, rooted at the last token of each row."""
         ...
+
+
+class BlockBuilder(ABC):
+    """A builder that needs nothing but the drafter's block.
+
+    Args:
+        budget: drafted nodes a step.
+    """
+
+    needs_block = True
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+
+    def __call__(self, context: DraftContext) -> TokenTree:
+        assert context.block is not None
+        return self.grow(context.block, context.anchors)
+
+    @abstractmethod
+    def grow(self, block: DraftBlock, anchors: torch.Tensor) -> TokenTree:
+        """The trees of a block behind `anchors`, int64 `[B, 1]`."""

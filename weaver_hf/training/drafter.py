@@ -16,6 +16,7 @@ from time import monotonic
 from typing import Any
 
 import torch
+import torch.nn as nn
 import transformers
 from accelerate import Accelerator
 from torch import Tensor
@@ -134,16 +135,7 @@ def train(
             depths = weaver.config.block_size - 1
             anchors, valid = sample_anchors(batch["lengths"], batch["prompt_lengths"], config.anchors_per_sequence)
             blocks = make_blocks(batch["input_ids"], batch["lengths"], anchors, valid, depths)
-            hidden = run_blocks(
-                network,
-                target.get_input_embeddings(),
-                weaver.config.mask_token_id,
-                features,
-                batch["input_ids"],
-                anchors,
-                depths,
-            )
-            logits = target.get_output_embeddings()(hidden.to(target.dtype))
+            logits = draft_logits(target, weaver, network, features, batch["input_ids"], anchors)
         loss = block_loss(logits, target_logits, blocks, batch["temperatures"], config.loss)
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(network.parameters(), config.clip)
@@ -219,6 +211,17 @@ def training_batches(
             yield batch
 
 
+def draft_logits(
+    target: Any, weaver: WeaverModel, network: nn.Module, features: Tensor, ids: Tensor, anchors: Tensor
+) -> Tensor:
+    """The drafter's logits `[B, A, D, V]` for blocks at `anchors`, by the target's embedding and head."""
+    config = weaver.config
+    hidden = run_blocks(
+        network, target.get_input_embeddings(), config.mask_token_id, features, ids, anchors, config.block_size - 1
+    )
+    return target.get_output_embeddings()(hidden.to(target.dtype))
+
+
 @torch.no_grad()
 def held_out_blocks(
     target: Any, weaver: WeaverModel, data: Sequences, config: TrainConfig, pad: int, sink: TapSink
@@ -237,16 +240,8 @@ def held_out_blocks(
         features, _ = target_pass(target, sink, batch["input_ids"])
         depths = weaver.config.block_size - 1
         blocks = make_blocks(batch["input_ids"], batch["lengths"], anchors, valid, depths)
-        hidden = run_blocks(
-            BlockNetwork(drafter),
-            target.get_input_embeddings(),
-            weaver.config.mask_token_id,
-            features,
-            batch["input_ids"],
-            anchors,
-            depths,
-        )
-        yield target.get_output_embeddings()(hidden.to(target.dtype)), blocks, batch["temperatures"]
+        logits = draft_logits(target, weaver, BlockNetwork(drafter), features, batch["input_ids"], anchors)
+        yield logits, blocks, batch["temperatures"]
 
 
 def evaluate(
