@@ -6,7 +6,7 @@ until then a stopping rule may shorten it.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -83,6 +83,7 @@ class WeaverGenerationMixin(GenerationMixin):
                 generation_config, input_ids=input_ids, assistant_model=assistant_model, context=context
             )
             state = DecodeState.start(*rules, streamer, assistant_model.tap_sink(input_ids.device))
+            assistant_model.stats = state.stats
             # Nobody sees a cache that `generate` made and does not return: nothing needs to be committed to it.
             seen = generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
             try:
@@ -91,16 +92,17 @@ class WeaverGenerationMixin(GenerationMixin):
                     tree = draft(generator, state)
                     logits = verify(self, state, tree)
                     accept(state, tree, logits)
-            finally:
-                assistant_model.stats = state.stats
-                if seen:
+            except BaseException:
+                with suppress(Exception):  # the first error is the one to tell
                     state.close()
-                    assistant_model.keep_context(cache, context, state.fresh_taps)
+                raise
+            if seen:
+                state.close()
+                assistant_model.keep_context(cache, context, state.fresh_taps)
         return state.output(cache) if generation_config.return_dict_in_generate else state.sequences.clone()
 
 
-# ---- one step
-# ------------------------------------------------------------------------------------------------------------
+# ---- one step ----
 
 
 def prefill(model: Any, state: "DecodeState", config: GenerationConfig, kwargs: dict[str, Any], room: int) -> None:
@@ -197,8 +199,7 @@ def emit(state: "DecodeState", visits: Iterable[tuple[int, int, Tensor, Tensor]]
     return path
 
 
-# ---- the state of a call
-# -------------------------------------------------------------------------------------------------
+# ---- the state of a call ----
 
 
 @dataclass
@@ -335,8 +336,7 @@ class WeaverGenerateOutput(GenerateDecoderOnlyOutput):
     stats: GenerationStats | None = None
 
 
-# ---- the candidate generator
-# -----------------------------------------------------------------------------------------------
+# ---- the candidate generator ----
 
 
 class WeaverCandidateGenerator(CandidateGenerator):
