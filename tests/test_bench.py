@@ -66,6 +66,7 @@ def test_a_small_bench_from_prompts_to_json(trio):
     assert len(results) == 4
     assert all(r.identical for r in results)
     assert all(sum(r.runs) <= r.new_tokens - 1 for r in results)
+    assert all(len(r.expected) == len(r.runs) for r in results)
     rows = summarize(results)
     assert [(row["budget"], row["domain"]) for row in rows] == [(b, d) for b in (3, 7) for d in ("math", "chat", "all")]
     data = json.loads(json.dumps(report(results, model, {"max_new_tokens": 12}, seed=0)))

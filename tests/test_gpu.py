@@ -65,7 +65,7 @@ def test_bf16_differs_from_stock_no_more_than_stock_prefill_differs_from_stock_d
     """bf16 is never called exact: agreement and logit gaps, beside stock's own disagreement with itself."""
     model = load(torch.bfloat16)
     weaver = WeaverModel.from_pretrained(WEAVER).attach(model)
-    ours, stocks, same_texts = [], [], 0
+    ours, stocks, same_texts, first_gaps = [], [], 0, []
     for index in PROMPTS:
         ids = bench_prompts()[index][1]
         stock = decode(model, ids)
@@ -78,6 +78,8 @@ def test_bf16_differs_from_stock_no_more_than_stock_prefill_differs_from_stock_d
         same = next((i for i, (a, b) in enumerate(zip(tree.sequences[0].tolist(), text)) if a != b), len(text))
         same_texts += same == len(text)
         same -= ids.shape[1]
+        if same < len(stock.logits):  # stock's own two best logits where the texts part
+            first_gaps.append(round(float(-stock.logits[same].topk(2).values[0].diff()), 4))
         with torch.no_grad():
             prefill = model(stock.sequences).logits[0, ids.shape[1] - 1 :].float()
         for i in range(min(same + 1, len(stock.logits))):
@@ -90,7 +92,8 @@ def test_bf16_differs_from_stock_no_more_than_stock_prefill_differs_from_stock_d
     flips = [sum(bool(flip) for _, flip in rows) for rows in (ours, stocks)]
     print(
         f"\nbf16, {len(ours)} positions: trees differ from stock decoding by {mean[0]:.2e} of the largest logit and flip "
-        f"{flips[0]} choices; stock's own prefill by {mean[1]:.2e} and {flips[1]}; {same_texts} of {len(PROMPTS)} texts identical"
+        f"{flips[0]} choices; stock's own prefill by {mean[1]:.2e} and {flips[1]}; {same_texts} of {len(PROMPTS)} texts identical; "
+        f"stock's top-2 gap at each first difference: {first_gaps}"
     )
     assert mean[0] < 2 * mean[1]
 

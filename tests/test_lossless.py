@@ -1,11 +1,12 @@
 """The promise: on the bench prompts, greedy text in fp32 is token for token what stock transformers writes.
 
-`make test` runs three prompts a domain with each size of tree by itself; `make test-slow` the other 189 with the sizes in
-turn, and all of it on the other end of the supported transformers range. A difference counts unless stock's own two best
+`make test` runs three prompts a domain with each builder and each size of tree by itself; `make test-slow` the other 189
+with the builders, and the sizes, in turn from step to step, and all of it on the other end of the transformers range. A difference counts unless stock's own two best
 logits are closer than 1e-4 there; such near ties are listed as warnings.
 """
 
 import dataclasses
+import itertools
 import warnings
 
 import pytest
@@ -20,7 +21,20 @@ NEW = 64
 NEAR_TIE = 1e-4
 SIZES = (1, 2, 17, 64)
 DRAFTED = ("suffix", "chain", "marginal")
+IN_TURN = ("drafted-in-turn", "random-in-turn")
 TREES = (*DRAFTED, *(f"random-{size}" for size in SIZES))
+
+
+class InTurn:
+    """Another builder at every step."""
+
+    needs_block = True
+
+    def __init__(self, budget):
+        self.builders = itertools.cycle([BUILDERS[name](budget) for name in DRAFTED])
+
+    def __call__(self, context):
+        return next(self.builders)(context)
 
 
 def cases():
@@ -28,7 +42,7 @@ def cases():
         domain, number = DOMAINS[index // 30], index % 30
         # One group a prompt, so that its stock output is computed once, by one worker.
         marks = [pytest.mark.xdist_group(f"{domain}-{number}")] + ([pytest.mark.slow] if number >= 3 else [])
-        for tree in TREES if number < 3 else (*DRAFTED, "random-in-turn"):
+        for tree in TREES if number < 3 else IN_TURN:
             yield pytest.param(index, tree, id=f"{domain}-{number:02d}-{tree}", marks=marks)
 
 
@@ -37,7 +51,10 @@ def test_greedy_text_equals_stock_token_for_token(trio, monkeypatch, index, tree
     model, _, weaver = trio
     domain, ids = bench_prompts()[index]
     text, gaps = stock_output(index, NEW)
-    if tree in DRAFTED:
+    if tree == "drafted-in-turn":
+        monkeypatch.setitem(BUILDERS, "in-turn", InTurn)
+        config = dataclasses.replace(weaver.tree_config, builder="in-turn")
+    elif tree in DRAFTED:
         config = dataclasses.replace(weaver.tree_config, builder=tree)
     else:
         nodes = SIZES if tree == "random-in-turn" else int(tree.removeprefix("random-"))

@@ -6,7 +6,7 @@ import math
 import pytest
 from support import random_tree
 
-from weaver_hf import GenerationStats
+from weaver_hf import GenerationStats, TokenTree
 
 
 def stats_of(runs, cut=False):
@@ -41,6 +41,16 @@ def test_without_a_whole_step_the_means_are_nan_and_null_in_json(runs):
 def test_the_best_tree_is_the_one_with_the_longest_path_marked():
     stats = stats_of([2, 4, 1])
     assert stats.best_tree.accepted[0].nonzero().flatten().tolist() == [0, 1, 2, 3]
+
+
+def test_a_tree_expects_the_sum_of_its_path_probabilities():
+    stats = GenerationStats(prefilled=True)
+    half = TokenTree.from_lists(
+        [[1, 2, 3, 4]], [[-1, 0, 0, 1]], [[0.0, math.log(0.5), math.log(0.25), math.log(0.125)]]
+    )
+    stats.record(half.pad_to(6), [0], cut=False)
+    stats.record(random_tree(1, "chain"), [0], cut=False)
+    assert stats.expected == pytest.approx([0.875, 0.0])
 
 
 def test_times_add_up_by_part_also_when_a_part_raises():

@@ -217,7 +217,8 @@ def bench(
     """Measure acceptance and time by prompt domain, builder and budget.
 
     Accepted: drafted tokens accepted a step, mean over steps [95 % interval over prompts]; loop-free: of the steps
-    before the text first repeats an 8-gram. Options that are lists can be given several times.
+    before the text first repeats an 8-gram; expected: what the trees themselves expected in those. Options that are
+    lists can be given several times.
 
     [dim]Example:[/] weaver-hf bench --domain math --domain code --budget 15 --prompts 30 --json bench.json
     """
@@ -274,6 +275,7 @@ def bench_table(data: dict[str, Any]) -> Table:
         "domain",
         "accepted a step",
         "loop-free",
+        "expected",
         "tokens a pass",
         "speed-up",
         "identical",
@@ -292,6 +294,7 @@ def bench_table(data: dict[str, Any]) -> Table:
             row["domain"],
             cell(row["accepted_per_step"]),
             cell(row["accepted_per_step_loop_free"]),
+            "–" if row["expected_per_step_loop_free"] is None else f"{row['expected_per_step_loop_free']:.2f}",
             f"{row['tokens_per_pass']:.2f}",
             f"{row['speedup']:.2f}x",
             f"{row['identical']}/{row['prompts']}",

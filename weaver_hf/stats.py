@@ -36,7 +36,7 @@ class GenerationStats:
     last_cut: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
     best_tree: TokenTree | None = None
-    _sizes: list[torch.Tensor] = field(default_factory=list, repr=False)
+    _drafts: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list, repr=False)
 
     @property
     def steps(self) -> int:
@@ -51,7 +51,15 @@ class GenerationStats:
     @property
     def drafted_nodes(self) -> int:
         """Nodes drafted over all steps, roots not counted. Summed when asked: the sizes lie on the device."""
-        return sum(int(sizes.sum()) - sizes.numel() for sizes in self._sizes)
+        return sum(int(sizes.sum()) - sizes.numel() for sizes, _ in self._drafts)
+
+    @property
+    def expected(self) -> list[float]:
+        """Drafted tokens that each tree expected to be accepted: the sum of its nodes' path probabilities.
+
+        Beside the runs (less one), it says how well the builder's probabilities are calibrated.
+        """
+        return [float(log_probs[:, 1:].exp().sum()) / len(sizes) for sizes, log_probs in self._drafts]
 
     @property
     def tokens_per_step(self) -> float:
@@ -80,7 +88,7 @@ class GenerationStats:
             self.best_tree = tree.annotate(accepted=torch.tensor([path]))
         self.runs.append(len(path))
         self.last_cut = cut
-        self._sizes.append(tree.sizes)
+        self._drafts.append((tree.sizes, tree.log_probs))
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:

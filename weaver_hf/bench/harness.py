@@ -44,6 +44,7 @@ class PromptResult:
     Attributes:
         runs: tokens emitted by each whole step.
         loop_free_runs: those of the steps that end before the text starts to loop.
+        expected: drafted tokens that the tree of each whole step expected to be accepted.
         identical: the tokens equal those of `generate` without the Weaver.
         seconds, plain_seconds: of the whole call, with and without the Weaver.
     """
@@ -55,6 +56,7 @@ class PromptResult:
     temperature: float
     runs: list[int]
     loop_free_runs: list[int]
+    expected: list[float]
     new_tokens: int
     target_passes: int
     drafted_nodes: int
@@ -156,6 +158,7 @@ def run_bench(
                             temperature=temperature,
                             runs=stats.whole_runs,
                             loop_free_runs=runs_before(stats.whole_runs, onset),
+                            expected=stats.expected[: len(stats.whole_runs)],
                             new_tokens=len(output),
                             target_passes=stats.steps + 1,
                             drafted_nodes=stats.drafted_nodes,
@@ -188,6 +191,10 @@ def summarize(results: Sequence[PromptResult], seed: int = 0) -> list[dict[str, 
                     "identical": sum(r.identical for r in part),
                     "accepted_per_step": accepted([r.runs for r in part], seed),
                     "accepted_per_step_loop_free": accepted([r.loop_free_runs for r in part], seed),
+                    "expected_per_step": mean_of(x for r in part for x in r.expected),
+                    "expected_per_step_loop_free": mean_of(
+                        x for r in part for x in r.expected[: len(r.loop_free_runs)]
+                    ),
                     "tokens_per_pass": sum(r.new_tokens for r in part) / sum(r.target_passes for r in part),
                     "seconds": seconds,
                     "plain_seconds": plain,
@@ -195,6 +202,12 @@ def summarize(results: Sequence[PromptResult], seed: int = 0) -> list[dict[str, 
                 }
             )
     return rows
+
+
+def mean_of(values: Iterable[float]) -> float | None:
+    """The mean, None of nothing."""
+    values = list(values)
+    return sum(values) / len(values) if values else None
 
 
 def accepted(runs: Sequence[Sequence[int]], seed: int) -> dict[str, Any]:
