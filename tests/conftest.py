@@ -3,11 +3,15 @@
 import pytest
 import torch
 import transformers
+from hypothesis import settings
 from support import tiny_random_model
 
 from weaver_hf import WeaverConfig, WeaverModel, load_tiny
 
 torch.set_num_threads(1)
+# Fixed examples, and no deadline: a busy machine is no fault.
+settings.register_profile("fixed", deadline=None, derandomize=True)
+settings.load_profile("fixed")
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
