@@ -13,5 +13,6 @@ output = model.generate(**inputs, assistant_model=weaver, max_new_tokens=64, do_
 
 print(tokenizer.decode(output[0]))
 stats = weaver.stats
-print(f"\n{stats.new_tokens} tokens in {stats.steps + 1} passes; {stats.accepted_per_step:.2f} drafted accepted a step")
+print(f"\n{stats.new_tokens} tokens in {stats.target_passes} passes of the target")
+print(f"{stats.accepted_per_step:.2f} drafted tokens accepted a step")
 print(stats.best_tree.annotate(tokenizer.decode))

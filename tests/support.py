@@ -7,7 +7,15 @@ import json
 import random
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from weaver_hf import TokenTree, WeaverConfig, WeaverModel
 from weaver_hf.bench import load_prompts
@@ -90,6 +98,23 @@ def tiny_random_model(attn_implementation: str = "sdpa", seed: int = 0, **overri
                 parameter.mul_(4)
     model.generation_config.eos_token_id = None
     return model
+
+
+def tiny_dense_model(**overrides) -> Qwen3ForCausalLM:
+    """A small random target without recurrent layers."""
+    torch.manual_seed(1)
+    config = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "eos_token_id": 127,
+        "pad_token_id": 126,
+    }
+    return Qwen3ForCausalLM(Qwen3Config(**{**config, **overrides})).eval()
 
 
 def prompt_ids(length: int = 9, seed: int = 0, vocab: int = VOCAB - 8) -> torch.Tensor:

@@ -10,8 +10,8 @@ import torch
 from accelerate import cpu_offload
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from support import OracleBuilder, prompt_ids, tiny_random_config, tiny_random_model
-from transformers import Qwen3_5ForCausalLM, Qwen3Config, Qwen3ForCausalLM, T5Config, T5ForConditionalGeneration
+from support import OracleBuilder, prompt_ids, tiny_dense_model, tiny_random_config, tiny_random_model
+from transformers import Qwen3_5ForCausalLM, T5Config, T5ForConditionalGeneration
 from transformers.generation.streamers import BaseStreamer
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
@@ -21,15 +21,6 @@ from weaver_hf.proposal import BUILDERS
 from weaver_hf.target.attach import attachment_of
 
 OPTIONS = {"max_new_tokens": 16, "do_sample": False}
-
-
-def qwen3():
-    torch.manual_seed(1)
-    config = Qwen3Config(
-        vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, eos_token_id=127, pad_token_id=126,
-    )  # fmt: skip
-    return Qwen3ForCausalLM(config).eval()
 
 
 def mixers(model):
@@ -119,7 +110,7 @@ def test_any_other_assistant_is_refused_as_before(model, weaver):
     messages = []
     for target in (tiny_random_model(), model):
         with pytest.raises(ValueError, match="not supported with stateful models") as error:
-            target.generate(prompt_ids(), assistant_model=qwen3(), **OPTIONS)
+            target.generate(prompt_ids(), assistant_model=tiny_dense_model(), **OPTIONS)
         messages.append(str(error.value))
         with pytest.raises(ValueError, match="not supported with stateful models"):
             target.generate(prompt_ids(), prompt_lookup_num_tokens=3, **OPTIONS)
@@ -229,7 +220,7 @@ def test_prompt_learning_is_refused(model):
 
 def test_other_families_are_refused_with_the_list_of_those_supported():
     with pytest.raises(UnsupportedModelError, match=r"Qwen3ForCausalLM of model_type 'qwen3'.*Qwen3_5ForCausalLM"):
-        WeaverModel(WeaverConfig()).attach(qwen3())
+        WeaverModel(WeaverConfig()).attach(tiny_dense_model())
     with pytest.raises(UnsupportedModelError, match="a Linear"):
         WeaverModel(WeaverConfig()).attach(torch.nn.Linear(2, 2))
 

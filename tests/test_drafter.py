@@ -4,8 +4,16 @@ import copy
 
 import pytest
 import torch
-from support import drafter_config, path_logits, prompt_ids, random_weaver, relative, tiny_random_model
-from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
+from support import (
+    drafter_config,
+    path_logits,
+    prompt_ids,
+    random_weaver,
+    relative,
+    tiny_dense_model,
+    tiny_random_model,
+)
+from transformers import DynamicCache
 from transformers.models.muse_glimmer_assistant import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 
 from weaver_hf import WeaverConfig, WeaverModel
@@ -206,12 +214,7 @@ def test_a_builder_that_needs_a_drafter_is_refused_without_one(model, weaver):
 
 
 def test_on_a_dense_target_the_stock_dflash_loop_runs_our_drafter():
-    torch.manual_seed(1)
-    config = Qwen3Config(
-        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, eos_token_id=127, pad_token_id=126,
-    )  # fmt: skip
-    dense = Qwen3ForCausalLM(config).eval()
+    dense = tiny_dense_model(hidden_size=64, intermediate_size=96, num_hidden_layers=4, head_dim=16)
     weaver = random_weaver()
     ids = prompt_ids(11)
     stock = dense.generate(ids, max_new_tokens=20, do_sample=False)

@@ -4,13 +4,12 @@ import copy
 
 import pytest
 import torch
-from support import OracleBuilder, chain_then, path_logits, prompt_ids, tiny_random_model
+from support import OracleBuilder, chain_then, path_logits, prompt_ids, tiny_dense_model, tiny_random_model
 from transformers import (
     AutoTokenizer,
     DynamicCache,
     LogitsProcessor,
     LogitsProcessorList,
-    Qwen3Config,
     Qwen3ForCausalLM,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -372,12 +371,7 @@ def test_tree_config_is_copied_at_the_start_of_a_call(model, weaver):
 
 def test_on_a_dense_target_the_stock_loop_takes_the_best_chain():
     """The candidate generator is a real one: transformers' own assisted decoding runs with it."""
-    torch.manual_seed(1)
-    config = Qwen3Config(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, eos_token_id=63, pad_token_id=62,
-    )  # fmt: skip
-    dense = Qwen3ForCausalLM(config).eval()
+    dense = tiny_dense_model(vocab_size=64, eos_token_id=63, pad_token_id=62)
     weaver, used = WeaverModel(WeaverConfig(vocab_size=64)), []
 
     class Counting(WeaverCandidateGenerator):

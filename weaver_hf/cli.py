@@ -161,7 +161,7 @@ def show(
         table.add_column(column, justify="left" if column == "" else "right")
     for name, ids, passes, seconds in (
         ("plain", plain, len(plain), plain_seconds),
-        ("with the Weaver", assisted, stats.steps + 1, assisted_seconds),
+        ("with the Weaver", assisted, stats.target_passes, assisted_seconds),
     ):
         table.add_row(
             name, str(passes), str(len(ids)), f"{len(ids) / passes:.2f}", f"{seconds:.2f}", f"{len(ids) / seconds:.1f}"

@@ -362,7 +362,6 @@ class WeaverCandidateGenerator(CandidateGenerator):
         self.tree_config = replace(weaver.tree_config)
         self.budget = self.tree_config.nodes_on(device.type)
         self.max_length = generation_config.max_length
-        self.device = device
         eos = getattr(generation_config, "_eos_token_tensor", None)
         self.eos_ids = frozenset() if eos is None else frozenset(eos.tolist())
         self._build = make_builder(self.tree_config.builder, self.budget, has_drafter=context is not None)

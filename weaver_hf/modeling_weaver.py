@@ -109,15 +109,11 @@ class WeaverModel(PreTrainedModel):
         for name in ("vocab_size", "hidden_size"):
             declared, actual = getattr(self.config, name), getattr(text, name)
             if declared is not None and declared != actual:
+                made_for = self.config.base_model_name_or_path
                 raise CheckpointError(
-                    f"a Weaver made for {name} {declared}",
+                    f"a Weaver made for {name} {declared}" + (f" (it names {made_for})" if made_for else ""),
                     f"{name} {actual}, the target's",
-                    "Load the Weaver that belongs to this target"
-                    + (
-                        f" (this one names {self.config.base_model_name_or_path})."
-                        if self.config.base_model_name_or_path
-                        else "."
-                    ),
+                    "Load the Weaver that belongs to this target.",
                 )
         layers = text.num_hidden_layers
         if self.config.num_target_layers not in (None, layers):
@@ -210,9 +206,8 @@ class WeaverModel(PreTrainedModel):
             context.append((key, value))
         length = context[0][0].shape[2]
         first = position_ids[:, rows:, None].transpose(1, 2)  # [B, 1, Q]
-        positions = (
-            torch.arange(length, device=noise_embeds.device) + first[:, 0, :1] - length
-        )  # contiguous up to the anchor
+        # Context rows are contiguous up to the anchor.
+        positions = torch.arange(length, device=noise_embeds.device) + first[:, 0, :1] - length
         if attention_mask is not None:
             positions = positions.masked_fill(attention_mask[:, :length] == 0, -1)
         hidden = self.drafter(noise_embeds[:, None], context, positions, first)

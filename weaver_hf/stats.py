@@ -40,8 +40,13 @@ class GenerationStats:
 
     @property
     def steps(self) -> int:
-        """Verifications; with the prefill, `steps + 1` passes of the target."""
+        """Verifications."""
         return len(self.runs)
+
+    @property
+    def target_passes(self) -> int:
+        """Passes of the target: the verifications and the prefill."""
+        return self.steps + self.prefilled
 
     @property
     def new_tokens(self) -> int:
@@ -105,7 +110,7 @@ class GenerationStats:
         return {
             "steps": self.steps,
             "new_tokens": self.new_tokens,
-            "target_passes": self.steps + self.prefilled,
+            "target_passes": self.target_passes,
             **{name: None if math.isnan(mean) else mean for name, mean in means.items()},
             "histogram": self.histogram,
             "drafted_nodes": self.drafted_nodes,

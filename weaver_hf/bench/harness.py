@@ -160,7 +160,7 @@ def run_bench(
                             loop_free_runs=runs_before(stats.whole_runs, onset),
                             expected=stats.expected[: len(stats.whole_runs)],
                             new_tokens=len(output),
-                            target_passes=stats.steps + 1,
+                            target_passes=stats.target_passes,
                             drafted_nodes=stats.drafted_nodes,
                             identical=output == plain,
                             seconds=seconds,

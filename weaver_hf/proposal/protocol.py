@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -31,7 +32,7 @@ class DraftContext:
     device: torch.device
     block: DraftBlock | None = None
 
-    @property
+    @cached_property
     def anchors(self) -> torch.Tensor:
         """The last committed token of each row, int64 `[B, 1]`."""
         return torch.tensor([row[-1:] for row in self.history], device=self.device)

@@ -9,6 +9,7 @@ import json
 import math
 import platform
 import sys
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,6 +40,8 @@ from .blocks import (
 from .data import Sequences
 
 __all__ = ["TrainConfig", "evaluate", "fit_temperatures", "train"]
+
+FITTED_AT = (0.0, 1.0)  # target temperatures for which draft temperatures are fitted
 
 
 @dataclass
@@ -107,7 +110,6 @@ def train(
 
     def checkpoint() -> dict[str, Any]:
         result = evaluate(target, weaver, data, config, pad, sink)
-        progress.touch()
         entry = {
             "anchors": progress.anchors,
             "seconds": round(progress.seconds, 1),
@@ -148,7 +150,7 @@ def train(
     if evaluated_at != progress.steps:
         last = checkpoint()
     if accelerator.is_main_process:
-        weaver.tree_config.draft_temperature = fit_temperatures(target, weaver.eval(), data, config, pad)
+        weaver.tree_config.draft_temperature = fit_temperatures(target, weaver.eval(), data, config, pad, sink)
         weaver.to(target.dtype).save_pretrained(folder)
         plot(folder)
     return last
@@ -162,14 +164,11 @@ class Progress:
         self.anchors = self.steps = 0
         self.before = 0.0
         self.started = monotonic()
-        self._losses: list[Tensor] = []
+        self._losses: deque[Tensor] = deque(maxlen=50)
 
     @property
     def seconds(self) -> float:
         return self.before + monotonic() - self.started
-
-    def touch(self) -> None:
-        self._losses = self._losses[-50:]
 
     def step(self, anchors: int, loss: Tensor) -> None:
         self.anchors += anchors
@@ -177,7 +176,8 @@ class Progress:
         self._losses.append(loss)
 
     def mean_loss(self) -> float | None:
-        return float(torch.stack(self._losses).mean()) if self._losses else None
+        """Over the last steps."""
+        return float(torch.stack(list(self._losses)).mean()) if self._losses else None
 
     def rate(self) -> float:
         """Warm-up, flat, linear decay to 0 by anchors, or by time where that ends first."""
@@ -264,18 +264,17 @@ def evaluate(
 
 @torch.no_grad()
 def fit_temperatures(
-    target: Any, weaver: WeaverModel, data: Sequences, config: TrainConfig, pad: int, at: tuple[float, ...] = (0.0, 1.0)
+    target: Any, weaver: WeaverModel, data: Sequences, config: TrainConfig, pad: int, sink: TapSink
 ) -> dict[str, list[float]]:
     """Draft temperatures of each depth, for each temperature of the target: least cross entropy of the held-out text.
 
     That makes the marginals calibrated, so that path probabilities of different depths compare.
     """
-    sink = TapSink(family_of(target).decoder_of(target), weaver.config.target_layer_ids, target.device)
     grid = torch.linspace(math.log(0.3), math.log(3.0), 47).exp()
     depths = weaver.config.block_size - 1
-    losses = {temperature: torch.zeros(len(grid), depths) for temperature in at}
+    losses = {temperature: torch.zeros(len(grid), depths) for temperature in FITTED_AT}
     for logits, blocks, temperatures in held_out_blocks(target, weaver, data, config, pad, sink):
-        for temperature in at:
+        for temperature in FITTED_AT:
             chosen = blocks.weights * (temperatures - temperature).abs().lt(0.05)[:, None, None]
             for i, tau in enumerate(grid.tolist()):
                 log_q = (logits.float() / tau).log_softmax(-1).gather(-1, blocks.labels[..., None])[..., 0]
