@@ -13,19 +13,21 @@ from weaver_hf.training.data import (
     DataConfig,
     TrainingDataError,
     complete,
+    cut_own,
     cut_prompts,
     load_data,
     make_data,
     read_documents,
     tokenizer_fingerprint,
 )
-from weaver_hf.training.drafter import TrainConfig, train
+from weaver_hf.training.drafter import DrafterTrainConfig, train
 
 
 class Letters:
     """A tokenizer of single characters."""
 
     pad_token_id = 126
+    chat_template = None
 
     def __init__(self, shift=0):
         self.shift = shift
@@ -86,6 +88,30 @@ def test_completions_are_the_targets_own_whatever_the_padding():
         assert len(prompt) < len(text) <= len(stock)
 
 
+def test_own_prompts_end_where_the_answer_begins_or_the_document_ends():
+    assert cut_own([5, 6, 7, 8, 6, 7, 9], pad=0, answer=[6, 7]) == [5, 6, 7, 8, 6, 7]
+    assert cut_own([5, 6, 7, 8, 0, 6, 7], pad=0, answer=[6, 7]) == [5, 6, 7]
+    assert cut_own([5, 8, 0, 3], pad=0, answer=[6, 7]) == [5, 8]
+    assert cut_own([5, 8], pad=0, answer=[]) == [5, 8]
+
+
+class Chatty(Letters):
+    chat_template = "yes"
+
+    def apply_chat_template(self, messages, **kwargs):
+        return f"<user>{messages[0]['content']}<assistant>"
+
+    def decode(self, ids, **kwargs):
+        return "".join(chr(32 + i) for i in ids)
+
+
+def test_plain_text_is_asked_as_a_users_turn_at_its_share():
+    prompts, _ = cut_prompts(TEXT, Chatty(), small(sequences=200, prompt_tokens=(8, 64), ask_share=0.4))
+    asked = [p for p in prompts if Chatty().decode(p).startswith("<user>")]
+    assert 50 < len(asked) < 110
+    assert all(Chatty().decode(p).endswith("<assistant>") for p in asked)
+
+
 def test_a_data_set_is_resumed_and_equal_to_one_made_at_once(tmp_path):
     model = tiny_random_model()
     facts = make_data(model, Letters(), TEXT, tmp_path / "a", small())
@@ -106,7 +132,7 @@ def test_a_data_set_is_resumed_and_equal_to_one_made_at_once(tmp_path):
 
 def test_temperatures_have_their_shares(tmp_path):
     make_data(tiny_random_model(), Letters(), TEXT, tmp_path, small(sequences=20, max_new_tokens=16))
-    data = load_data(tmp_path, Letters(), 8)
+    data = load_data([tmp_path], Letters(), 8)
     assert sorted(data.temperatures.tolist()) == pytest.approx([0.0] * 7 + [0.7] * 4 + [1.0] * 9)
     batch = data.batch([3, 1], width=20, pad=126)
     assert batch["input_ids"].shape == (2, 20)
@@ -118,25 +144,25 @@ def test_data_of_another_tokenizer_of_the_same_size_is_refused(tmp_path):
     make_data(tiny_random_model(), Letters(), TEXT, tmp_path, small())
     assert tokenizer_fingerprint(Letters()) != tokenizer_fingerprint(Letters(shift=1))
     with pytest.raises(TrainingDataError, match="data of the tokenizer"):
-        load_data(tmp_path, Letters(shift=1), 8)
+        load_data([tmp_path], Letters(shift=1), 8)
 
 
 def test_data_shorter_than_a_block_or_missing_is_refused(tmp_path):
     make_data(tiny_random_model(), Letters(), TEXT, tmp_path / "short", small(max_new_tokens=4))
     with pytest.raises(TrainingDataError, match="at least a block of 8"):
-        load_data(tmp_path / "short", Letters(), 8)
+        load_data([tmp_path / "short"], Letters(), 8)
     with pytest.raises(TrainingDataError, match="no data set"):
-        load_data(tmp_path / "nothing", Letters(), 8)
+        load_data([tmp_path / "nothing"], Letters(), 8)
 
 
 @pytest.fixture
 def data(tmp_path):
     make_data(tiny_random_model(), Letters(), TEXT, tmp_path / "data", small(sequences=40, max_new_tokens=40))
-    return load_data(tmp_path / "data", Letters(), 8)
+    return load_data([tmp_path / "data"], Letters(), 8)
 
 
 def settings(**kwargs):
-    return TrainConfig(
+    return DrafterTrainConfig(
         **{"anchors": 6000, "batch_size": 6, "anchors_per_sequence": 10, "held_out": 4, "learning_rate": 3e-3, **kwargs}
     )
 

@@ -14,7 +14,7 @@ from ..modeling_weaver import WeaverModel
 from ..tiny import TARGET
 from .blocks import LossConfig
 from .data import DataConfig, load_data, make_data, read_documents
-from .drafter import TrainConfig
+from .drafter import DrafterTrainConfig
 from .drafter import train as run
 
 app = typer.Typer(help="Train drafters for a target.", no_args_is_help=True)
@@ -31,6 +31,7 @@ def data(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Of each completion.")] = 256,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences generated at once.")] = 256,
     own_share: Annotated[float, typer.Option(min=0, max=1, help="Prompts that the target writes itself.")] = 0.7,
+    ask_share: Annotated[float, typer.Option(min=0, max=1, help="Prompts of plain text asked as a user's turn.")] = 0.4,
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
     """Cut prompts from text and let the target complete them, at temperatures 1, 0.7 and 0.
@@ -40,7 +41,12 @@ def data(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(target, dtype="auto").to(device)
     config = DataConfig(
-        sequences=sequences, max_new_tokens=max_new_tokens, batch_size=batch_size, own_share=own_share, seed=seed
+        sequences=sequences,
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        own_share=own_share,
+        ask_share=ask_share,
+        seed=seed,
     )
     console = Console(stderr=True)
     facts = make_data(
@@ -56,7 +62,7 @@ def data(
 
 @app.command()
 def drafter(
-    data: Annotated[Path, typer.Option(help="Data set of `weaver-hf train data`.")],
+    data: Annotated[list[Path], typer.Option(help="Data set of `weaver-hf train data`; can be given several times.")],
     out: Annotated[Path, typer.Option(help="Folder of the artifact; a started run there is resumed.")],
     target: TargetOption = str(TARGET),
     init: Annotated[str | None, typer.Option(help="Go on from this artifact (ours or a published one).")] = None,
@@ -71,6 +77,8 @@ def drafter(
     anchors: Annotated[int, typer.Option(min=1, help="Blocks to train on in all.")] = 30_000_000,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences a step and process.")] = 64,
     anchors_per_sequence: Annotated[int, typer.Option(min=1)] = 64,
+    width: Annotated[int, typer.Option(min=32, help="Longest piece of a sequence, in tokens.")] = 448,
+    optimizer: Annotated[str, typer.Option(help="muon (matrices; AdamW for the rest) or adamw.")] = "muon",
     learning_rate: Annotated[float, typer.Option()] = 1e-3,
     weighting: Annotated[str, typer.Option(help="decay or dpace.")] = "decay",
     gamma: Annotated[float, typer.Option(help="Of the decay.")] = 7.0,
@@ -116,14 +124,17 @@ def drafter(
                 pad_token_id=text.pad_token_id,
             )
         )
-    config = TrainConfig(
+    config = DrafterTrainConfig(
         anchors=anchors,
         batch_size=batch_size,
         anchors_per_sequence=anchors_per_sequence,
+        width=width,
+        optimizer=optimizer,
         learning_rate=learning_rate,
         max_seconds=max_seconds,
         seed=seed,
         mixed_precision="bf16" if device == "cuda" else "no",
+        compile=device == "cuda",
         loss=LossConfig(weighting=weighting, gamma=gamma, soft=soft),
     )
     run(model, weaver, load_data(data, tokenizer, block_size), out, config, text.pad_token_id or 0)

@@ -23,6 +23,7 @@ from ..errors import WeaverError
 
 __all__ = ["DataConfig", "TrainingDataError", "load_data", "make_data", "read_documents", "tokenizer_fingerprint"]
 
+ANSWER = "<|im_start|>assistant\n"  # opens an answer in ChatML
 OVERLAP = 13  # a prompt that shares this many tokens in a row with a bench prompt is dropped
 
 
@@ -41,6 +42,8 @@ class DataConfig:
             temperature 1. What it has learned by heart is too easy to draft for, and the text it was trained on is
             mostly that; a drafter that sees nothing else does badly on new text.
         own_tokens: smallest and largest number of those tokens.
+        ask_share: share of the prompts cut from plain text that are asked as a user's turn, where the tokenizer has a
+            chat template: a chat model is asked about everything, not only what its chats were about.
         max_new_tokens: of each completion.
         temperatures: (temperature, share) pairs; greedy completions are cut where they start to loop.
         batch_size: sequences generated at once, of similar prompt lengths.
@@ -50,6 +53,7 @@ class DataConfig:
     prompt_tokens: tuple[int, int] = (32, 192)
     own_share: float = 0.7
     own_tokens: tuple[int, int] = (48, 160)
+    ask_share: float = 0.4
     max_new_tokens: int = 256
     temperatures: tuple[tuple[float, float], ...] = ((1.0, 0.45), (0.7, 0.20), (0.0, 0.35))
     batch_size: int = 256
@@ -92,9 +96,8 @@ def cut_prompts(documents: Sequence[str], tokenizer: Any, config: DataConfig) ->
         TrainingDataError: no document is long enough.
     """
     rng = random.Random(config.seed)
-    marker = "<|im_start|>assistant\n"
-    chats = [document for document in documents if marker in document]
-    others = [document for document in documents if marker not in document]
+    chats = [document for document in documents if ANSWER in document]
+    others = [document for document in documents if ANSWER not in document]
     weights = [len(document) for document in others]
     forbidden = bench_ngrams(tokenizer)
     prompts: list[list[int]] = []
@@ -110,15 +113,21 @@ def cut_prompts(documents: Sequence[str], tokenizer: Any, config: DataConfig) ->
             )
         if chats and (not others or rng.random() < 0.5):
             document = rng.choice(chats)
-            turns = document.split(marker)
+            turns = document.split(ANSWER)
             turn = rng.randrange(1, len(turns))
-            ids = tokenizer(marker.join(turns[:turn]) + marker).input_ids
+            ids = tokenizer(ANSWER.join(turns[:turn]) + ANSWER).input_ids
         else:
             document = rng.choices(others, weights)[0]
             start = rng.randrange(max(len(document) - 4 * low, 1))
             ids = tokenizer(document[start : start + 8 * high]).input_ids[: rng.randint(low, high)]
             if len(ids) < low:
                 continue
+            if tokenizer.chat_template and rng.random() < config.ask_share:
+                question = tokenizer.decode(ids[: rng.randint(8, len(ids))], skip_special_tokens=True).strip()
+                turn_text = tokenizer.apply_chat_template(
+                    [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
+                )
+                ids = tokenizer(turn_text).input_ids
         if len(ids) > 2 * high:
             continue
         if any(tuple(ids[i : i + OVERLAP]) in forbidden for i in range(len(ids) - OVERLAP + 1)):
@@ -172,13 +181,14 @@ def make_data(
     facts |= {"prompts_dropped_for_overlap": dropped, "complete": False}
     described.write_text(json.dumps(facts, indent=1) + "\n")
     rng = random.Random(config.seed)
+    answer = tokenizer(ANSWER).input_ids
     for index, temperature, batch in progress(list(batches(prompts, config)), None):
         shard = folder / f"shard-{index:05d}.safetensors"
         own, count = rng.random() < config.own_share, rng.randint(*config.own_tokens)
         if not shard.exists():
             torch.manual_seed(config.seed + index)
             if own:
-                batch = write_prompts(model, batch, count, tokenizer.pad_token_id)
+                batch = write_prompts(model, batch, count, tokenizer.pad_token_id, answer)
             tensors = complete(model, batch, temperature, config.max_new_tokens, tokenizer.pad_token_id)
             partial = shard.with_suffix(".partial")
             save_file(tensors, partial)
@@ -204,10 +214,14 @@ def batches(prompts: Sequence[list[int]], config: DataConfig) -> Iterator[tuple[
 
 
 @torch.no_grad()
-def write_prompts(model: Any, prompts: Sequence[list[int]], count: int, pad: int) -> list[list[int]]:
-    """Prompts of the target's own: the first 4 to 23 tokens of each, and `count` more drawn at temperature 1.
+def write_prompts(
+    model: Any, prompts: Sequence[list[int]], count: int, pad: int, answer: Sequence[int] = ()
+) -> list[list[int]]:
+    """Prompts of the target's own: the first 4 to 23 tokens of each, and up to `count` more drawn at temperature 1.
 
-    An end of a turn does not end them: a chat model goes on to write the answer to the question it made up.
+    An end of a turn does not end them: a chat model goes on to write the answer to the question that it made up. A
+    prompt is cut behind the last `answer` (the tokens that open an answer) that was drawn, so that the question is what
+    stays, and at the end of a document, which `pad` marks in the text of base models.
     """
     starts = [prompt[: 4 + i % 20] for i, prompt in enumerate(prompts)]
     ids, mask = left_padded(starts, pad, model.device)
@@ -215,7 +229,6 @@ def write_prompts(model: Any, prompts: Sequence[list[int]], count: int, pad: int
         ids,
         attention_mask=mask,
         max_new_tokens=count,
-        min_new_tokens=count,
         do_sample=True,
         temperature=1.0,
         top_k=0,
@@ -223,7 +236,16 @@ def write_prompts(model: Any, prompts: Sequence[list[int]], count: int, pad: int
         eos_token_id=pad,
         pad_token_id=pad,
     )
-    return [start + row for start, row in zip(starts, out[:, ids.shape[1] :].tolist(), strict=True)]
+    return [start + cut_own(row, pad, answer) for start, row in zip(starts, out[:, ids.shape[1] :].tolist())]
+
+
+def cut_own(row: list[int], pad: int, answer: Sequence[int]) -> list[int]:
+    """What stays of drawn tokens: up to the document's end, and no further than behind the last `answer`."""
+    row = row[: row.index(pad)] if pad in row else row
+    for end in range(len(row), len(answer) - 1, -1):
+        if answer and row[end - len(answer) : end] == list(answer):
+            return row[:end]
+    return row
 
 
 def left_padded(rows: Sequence[list[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -292,27 +314,29 @@ class Sequences:
         }
 
 
-def load_data(folder: Path, tokenizer: Any, block_size: int) -> Sequences:
-    """Read a data set and check that it fits.
+def load_data(folders: Sequence[Path], tokenizer: Any, block_size: int) -> Sequences:
+    """Read data sets (several processes can have made one each) and check that they fit.
 
     Raises:
         TrainingDataError: no data, data of another tokenizer, or no sequence longer than a block.
     """
-    described = folder / "data.json"
-    shards = sorted(folder.glob("shard-*.safetensors"))
-    if not described.exists() or not shards:
-        raise TrainingDataError(
-            f"no data set in {folder}", "data.json and shards of `weaver-hf train data`", "Make the data first."
-        )
-    fingerprint = json.loads(described.read_text())["tokenizer"]
+    parts = []
     mine = tokenizer_fingerprint(tokenizer)
-    if fingerprint != mine:
-        raise TrainingDataError(
-            f"data of the tokenizer {fingerprint[:12]}",
-            f"data of the target's tokenizer {mine[:12]}",
-            "Make the data with this target.",
-        )
-    parts = [load_file(shard) for shard in shards]
+    for folder in folders:
+        described = folder / "data.json"
+        shards = sorted(folder.glob("shard-*.safetensors"))
+        if not described.exists() or not shards:
+            raise TrainingDataError(
+                f"no data set in {folder}", "data.json and shards of `weaver-hf train data`", "Make the data first."
+            )
+        fingerprint = json.loads(described.read_text())["tokenizer"]
+        if fingerprint != mine:
+            raise TrainingDataError(
+                f"data of the tokenizer {fingerprint[:12]} in {folder}",
+                f"data of the target's tokenizer {mine[:12]}",
+                "Make the data with this target.",
+            )
+        parts += [load_file(shard) for shard in shards]
     joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     lengths = joined["lengths"].long()
     # Shards hold one temperature and similar lengths each; shuffled once, so that any piece is a sample of the whole.

@@ -1,28 +1,16 @@
-"""`weaver-hf train drafter`: trains a block drafter for a frozen target.
+"""`weaver-hf train drafter`: trains a block drafter for a frozen target; chosen by acceptance, not by loss."""
 
-Runs on one process or many through accelerate without a change. Every minute: acceptance on the held-out tail of the
-data; chosen by acceptance, not by loss. The folder holds the artifact, `train_command.txt`, `log.jsonl` and, where
-matplotlib is installed, `acceptance.png`; `state/` is what a run resumes from.
-"""
-
-import json
 import math
-import platform
-import sys
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import torch
 import torch.nn as nn
-import transformers
 from accelerate import Accelerator
 from torch import Tensor
 
-from .._version import __version__
 from ..modeling_weaver import WeaverModel
 from ..target.attach import unwrap
 from ..target.families import family_of
@@ -38,177 +26,58 @@ from .blocks import (
     target_pass,
 )
 from .data import Sequences
+from .loop import Batch, TrainConfig, plot, run
 
-__all__ = ["TrainConfig", "evaluate", "fit_temperatures", "train"]
+__all__ = ["DrafterTrainConfig", "evaluate", "fit_temperatures", "train"]
 
 FITTED_AT = (0.0, 1.0)  # target temperatures for which draft temperatures are fitted
+DEV_ANCHORS = 16  # blocks of each held-out sequence
 
 
 @dataclass
-class TrainConfig:
-    """Settings of a run.
+class DrafterTrainConfig(TrainConfig):
+    """Settings of a drafter's run: the loop's, and the loss."""
 
-    Attributes:
-        anchors: blocks trained in all; the run is over when they are.
-        batch_size: sequences a step and process.
-        anchors_per_sequence: blocks of each sequence.
-        width: longest piece of a sequence.
-        learning_rate, warmup, decay, weight_decay, clip: AdamW with a flat rate between warm-up and decay (shares of
-        the
-            run).
-        held_out: sequences for evaluation, from the end of the data.
-        evaluate_every: seconds.
-        max_seconds: a run that takes longer decays its rate to the end and stops; None for no limit.
-    """
-
-    anchors: int = 1_000_000
-    batch_size: int = 32
-    anchors_per_sequence: int = 64
-    width: int = 448
-    learning_rate: float = 1e-3
-    warmup: float = 0.04
-    decay: float = 0.3
-    weight_decay: float = 0.01
-    clip: float = 1.0
-    held_out: int = 256
-    evaluate_every: float = 60.0
-    max_seconds: float | None = None
-    seed: int = 0
-    mixed_precision: str = "no"
     loss: LossConfig = field(default_factory=LossConfig)
 
 
 def train(
-    target: Any, weaver: WeaverModel, data: Sequences, folder: Path, config: TrainConfig, pad: int
+    target: Any, weaver: WeaverModel, data: Sequences, folder: Path, config: DrafterTrainConfig, pad: int
 ) -> dict[str, Any]:
-    """Train `weaver.drafter` in place and save it; returns the last evaluation.
+    """Train `weaver.drafter` in place and save it, its draft temperatures fitted; returns the last evaluation.
 
     A folder that holds the state of an earlier run of the same settings is continued.
     """
     config = replace(config, held_out=min(config.held_out, max(len(data) // 10, 1)))
-    accelerator = Accelerator(mixed_precision=config.mixed_precision)
+    accelerator = Accelerator(
+        mixed_precision=config.mixed_precision, dynamo_backend="inductor" if config.compile else "no"
+    )
     target = unwrap(target).to(accelerator.device).eval().requires_grad_(False)
     weaver.to(accelerator.device, torch.float32).train()
     drafter = weaver.drafter
     assert drafter is not None
-    matrices = [p for p in drafter.parameters() if p.ndim > 1]
-    vectors = [p for p in drafter.parameters() if p.ndim == 1]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95))
-    progress = Progress(config)
-    network, optimizer = accelerator.prepare(BlockNetwork(drafter), optimizer)
-    accelerator.register_for_checkpointing(progress)
-    state, log = folder / "state", folder / "log.jsonl"
-    folder.mkdir(parents=True, exist_ok=True)
-    if state.exists():
-        accelerator.load_state(str(state))
-    elif accelerator.is_main_process:
-        (folder / "train_command.txt").write_text(command(), encoding="utf-8")
-        log.unlink(missing_ok=True)
+    depths = weaver.config.block_size - 1
     sink = TapSink(family_of(target).decoder_of(target), weaver.config.target_layer_ids, accelerator.device)
-    last: dict[str, Any] = {}
+    loss_function = torch.compile(block_loss) if config.compile else block_loss
 
-    def checkpoint() -> dict[str, Any]:
-        result = evaluate(target, weaver, data, config, pad, sink)
-        entry = {
-            "anchors": progress.anchors,
-            "seconds": round(progress.seconds, 1),
-            "loss": progress.mean_loss(),
-            **result,
-        }
-        if accelerator.is_main_process:
-            with log.open("a", encoding="utf-8") as lines:
-                lines.write(json.dumps(entry) + "\n")
-            print(json.dumps(entry), flush=True)
-        accelerator.save_state(str(state))
-        return entry
-
-    evaluated_at = -1
-    next_evaluation = config.evaluate_every
-    for batch in training_batches(len(data) - config.held_out, data, config, pad, accelerator, progress):
-        rate = progress.rate()
-        if rate <= 0:
-            break
-        for group in optimizer.param_groups:
-            group["lr"] = config.learning_rate * rate
-        batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
+    def loss_of(network: nn.Module, batch: Batch) -> Tensor:
         with accelerator.autocast():
             features, target_logits = target_pass(target, sink, batch["input_ids"])
-            depths = weaver.config.block_size - 1
             anchors, valid = sample_anchors(batch["lengths"], batch["prompt_lengths"], config.anchors_per_sequence)
             blocks = make_blocks(batch["input_ids"], batch["lengths"], anchors, valid, depths)
             logits = draft_logits(target, weaver, network, features, batch["input_ids"], anchors)
-        loss = block_loss(logits, target_logits, blocks, batch["temperatures"], config.loss)
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(network.parameters(), config.clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        progress.step(int(anchors.numel()) * accelerator.num_processes, loss.detach())
-        if progress.seconds >= next_evaluation:
-            last, evaluated_at = checkpoint(), progress.steps
-            next_evaluation = progress.seconds + config.evaluate_every
-    if evaluated_at != progress.steps:
-        last = checkpoint()
+        return loss_function(logits, target_logits, blocks, batch["temperatures"], config.loss)
+
+    def evaluation() -> dict[str, Any]:
+        return evaluate(target, weaver, data, config, pad, sink)
+
+    last = run(BlockNetwork(drafter), loss_of, evaluation, data, folder, config, accelerator, pad)
     if accelerator.is_main_process:
         weaver.tree_config.draft_temperature = fit_temperatures(target, weaver.eval(), data, config, pad, sink)
         weaver.to(target.dtype).save_pretrained(folder)
         plot(folder)
+    accelerator.wait_for_everyone()
     return last
-
-
-class Progress:
-    """How far a run is, and the share of the learning rate that belongs there."""
-
-    def __init__(self, config: TrainConfig) -> None:
-        self.config = config
-        self.anchors = self.steps = 0
-        self.before = 0.0
-        self.started = monotonic()
-        self._losses: deque[Tensor] = deque(maxlen=50)
-
-    @property
-    def seconds(self) -> float:
-        return self.before + monotonic() - self.started
-
-    def step(self, anchors: int, loss: Tensor) -> None:
-        self.anchors += anchors
-        self.steps += 1
-        self._losses.append(loss)
-
-    def mean_loss(self) -> float | None:
-        """Over the last steps."""
-        return float(torch.stack(list(self._losses)).mean()) if self._losses else None
-
-    def rate(self) -> float:
-        """Warm-up, flat, linear decay to 0 by anchors, or by time where that ends first."""
-        done = self.anchors / self.config.anchors
-        if self.config.max_seconds is not None:
-            done = max(done, self.seconds / self.config.max_seconds)
-        warm = (done + 1e-9) / self.config.warmup if self.config.warmup else 1.0
-        return min(1.0, max(warm, 1e-3), (1 - done) / self.config.decay)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"anchors": self.anchors, "steps": self.steps, "seconds": self.seconds}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.anchors, self.steps, self.before = state["anchors"], state["steps"], state["seconds"]
-        self.started = monotonic()
-
-
-def training_batches(
-    count: int, data: Sequences, config: TrainConfig, pad: int, accelerator: Accelerator, progress: Progress
-) -> Iterator[dict[str, Tensor]]:
-    """Batches of shuffled sequences without end; each process takes its own, and a resumed run goes on where it was."""
-    generator = torch.Generator().manual_seed(config.seed + progress.steps)
-    while True:
-        order = torch.randperm(count, generator=generator).tolist()[
-            accelerator.process_index :: accelerator.num_processes
-        ]
-        for i in range(0, len(order) - config.batch_size + 1, config.batch_size):
-            batch = data.batch(order[i : i + config.batch_size], config.width, pad)
-            widest = int(batch["lengths"].max())
-            batch["input_ids"] = batch["input_ids"][:, : -(-widest // 64) * 64]
-            yield batch
 
 
 def draft_logits(
@@ -234,7 +103,7 @@ def held_out_blocks(
     indices = range(len(data) - config.held_out, len(data))
     for start in range(0, len(indices), config.batch_size):
         batch = data.batch(indices[start : start + config.batch_size], config.width, pad)
-        anchors, valid = sample_anchors(batch["lengths"], batch["prompt_lengths"], 16, generator)
+        anchors, valid = sample_anchors(batch["lengths"], batch["prompt_lengths"], DEV_ANCHORS, generator)
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
         anchors, valid = anchors.to(device), valid.to(device)
         features, _ = target_pass(target, sink, batch["input_ids"])
@@ -266,51 +135,36 @@ def evaluate(
 def fit_temperatures(
     target: Any, weaver: WeaverModel, data: Sequences, config: TrainConfig, pad: int, sink: TapSink
 ) -> dict[str, list[float]]:
-    """Draft temperatures of each depth, for each temperature of the target: least cross entropy of the held-out text.
+    """Draft temperatures of each depth, for each temperature of the target, from the held-out text.
 
-    That makes the marginals calibrated, so that path probabilities of different depths compare.
+    A tree's path probability is a product, and a depth's factor only matters where the path above it was right: depth
+    by depth from the top, the temperature of least cross entropy, each block weighted by the probability of having come
+    so far. So path probabilities, not marginals, are what is calibrated.
     """
     grid = torch.linspace(math.log(0.3), math.log(3.0), 47).exp()
     depths = weaver.config.block_size - 1
-    losses = {temperature: torch.zeros(len(grid), depths) for temperature in FITTED_AT}
+    golds: dict[float, list[Tensor]] = {temperature: [] for temperature in FITTED_AT}
     for logits, blocks, temperatures in held_out_blocks(target, weaver, data, config, pad, sink):
+        golds_at = [gold_log_probs(logits, blocks.labels, tau) for tau in grid.tolist()]
+        table = torch.stack(golds_at, -1)  # [B, A, D, grid]
+        table = table.masked_fill(blocks.weights[..., None] == 0, math.nan).cpu()
         for temperature in FITTED_AT:
-            chosen = blocks.weights * (temperatures - temperature).abs().lt(0.05)[:, None, None]
-            for i, tau in enumerate(grid.tolist()):
-                log_q = (logits.float() / tau).log_softmax(-1).gather(-1, blocks.labels[..., None])[..., 0]
-                losses[temperature][i] -= (chosen * log_q).sum((0, 1)).cpu()
-    return {
-        f"{temperature:.1f}": [round(float(grid[i]), 4) for i in table.argmin(0).tolist()]
-        for temperature, table in losses.items()
-        if table.abs().sum() > 0
-    }
+            golds[temperature].append(table[(temperatures - temperature).abs().cpu() < 0.05].flatten(0, 1))
+    fitted = {}
+    for temperature, parts in golds.items():
+        rows = torch.cat(parts)  # [blocks, D, grid], NaN where there is no label
+        if rows.isnan().all():
+            continue
+        reach = torch.ones(len(rows))
+        best = []
+        for depth in range(depths):
+            losses = -(reach[:, None] * rows[:, depth]).nansum(0)
+            best.append(int(losses.argmin()))
+            reach = reach * rows[:, depth, best[-1]].exp().nan_to_num(0.0)
+        fitted[f"{temperature:.1f}"] = [round(float(grid[i]), 4) for i in best]
+    return fitted
 
 
-def command() -> str:
-    """How this run was started, and what it ran on."""
-    card = torch.cuda.get_device_name(0) if torch.cuda.is_available() else platform.processor() or "cpu"
-    return (
-        f"{' '.join(['weaver-hf', *sys.argv[1:]])}\n"
-        f"weaver_hf {__version__}, torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"Python {platform.python_version()}, {card}\n"
-    )
-
-
-def plot(folder: Path) -> None:
-    """Acceptance over anchors from `log.jsonl`, where matplotlib is installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    figure, axes = pyplot.subplots(figsize=(6, 4))
-    for name in [key for key in rows[-1] if key.startswith(("chain", "marginal"))]:
-        axes.plot([row["anchors"] / 1e6 for row in rows], [row[name] for row in rows], marker=".", label=name)
-    axes.set_xlabel("anchors trained (millions)")
-    axes.set_ylabel("accepted drafted tokens a step")
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
-    figure.savefig(folder / "acceptance.png", dpi=120, bbox_inches="tight")
-    pyplot.close(figure)
+def gold_log_probs(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
+    """Log-probability of each label `[..., D]` under `logits [..., D, V]` at a draft temperature."""
+    return (logits.float() / temperature).log_softmax(-1).gather(-1, labels[..., None])[..., 0]
