@@ -9,7 +9,7 @@ itself, and scores the drafter's candidates of its children's depth:
     score = the drafter's raw logit + lm_head row of the candidate · query of the node
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +71,7 @@ class AdapterBlock(nn.Module):
         return q, k, v
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-        """Rows `x [B, R, r]` after attention over `k`, `v` `[B, heads, S, hd]` where `visible [.., R, S]`, and the MLP."""
+        """Rows `x [B, R, r]` after attention over `k, v [B, heads, S, hd]` where `visible [.., R, S]`, and the MLP."""
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
         x = x + self.o_proj(mixed.transpose(1, 2).flatten(2))
         normed = self.norm_mlp(x)
@@ -123,10 +123,11 @@ class TopKAdapter(nn.Module):
         rope = self._rope(torch.arange(rows, device=x.device))
         causal = torch.ones(rows, rows, dtype=torch.bool, device=x.device).tril()
         out = []
-        for index, block in enumerate(self.blocks):
+        blocks: list[Any] = list(self.blocks)
+        for index, block in enumerate(blocks):
             q, k, v = block.qkv(x, rope)
             out.append((k, v))
-            if index + 1 < len(self.blocks):  # nobody reads the last block's own output
+            if index + 1 < len(blocks):  # nobody reads the last block's own output
                 x = block(x, q, k, v, causal)
         return out
 
@@ -154,7 +155,8 @@ class TopKAdapter(nn.Module):
             x = x + self.pos_emb[depths]
         rope = self._rope(depths + 1)
         mask = visible if visible.ndim == 2 else visible[:, None]
-        for block, (keys, values) in zip(self.blocks, memory, strict=True):
+        blocks: Iterable[Any] = self.blocks
+        for block, (keys, values) in zip(blocks, memory, strict=True):
             q, k, v = block.qkv(x, rope)
             if first is None:
                 keys, values = torch.cat([keys, k], 2), torch.cat([values, v], 2)
@@ -248,7 +250,7 @@ class FoldedTables:
     @classmethod
     @torch.no_grad()
     def build(cls, adapter: TopKAdapter, embedding: nn.Module, head: nn.Module) -> "FoldedTables":
-        """From the target's embedding and head; called as modules, so that quantized and LoRA-wrapped ones are right."""
+        """From the target's embedding and head, called as modules: quantized and LoRA-wrapped ones are right too."""
         weight = adapter.lm_head_query_in.weight  # [H, r]
         rows = head_product(head, weight.t().contiguous()).t().to(weight.dtype).contiguous()
         tokens = torch.arange(len(rows), device=weight.device).split(FOLD_CHUNK)

@@ -59,6 +59,7 @@ class WeaverModel(PreTrainedModel):
         self._tables: FoldedTables | None = None
         if config.adapter is not None:
             geometry = AdapterConfig.from_dict(config.adapter)
+            assert config.hidden_size is not None, "the config has a drafter, and says so"
             self.adapter = TopKAdapter(config.hidden_size, geometry)
             if geometry.dtype == "float32":  # also beside a drafter of half precision
                 self._keep_in_fp32_modules_strict = {"adapter"}
@@ -313,7 +314,7 @@ class WeaverModel(PreTrainedModel):
             CheckpointError: names what does not fit.
         """
         self._declare_adapter(config)
-        fresh = TopKAdapter(self.config.hidden_size, config)
+        fresh = TopKAdapter(int(self.config.hidden_size), config)
         fresh.apply(self._init_weights)
         self.adapter = fresh.to(self.device, self.dtype)
         return self
