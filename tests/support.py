@@ -19,6 +19,7 @@ from transformers import (
 
 from weaver_hf import TokenTree, WeaverConfig, WeaverModel
 from weaver_hf.bench import load_prompts
+from weaver_hf.configuration_weaver import AdapterConfig
 from weaver_hf.proposal import DraftContext
 from weaver_hf.target.compat import CACHE_KEY
 from weaver_hf.tiny import TARGET
@@ -257,6 +258,12 @@ def drafter_config(**overrides) -> WeaverConfig:
             **overrides,
         }
     )
+
+
+def adapter_config(generation: str = "learned", **overrides) -> AdapterConfig:
+    """A small adapter for `drafter_config`."""
+    fields = {"rank": 24, "num_layers": 1, "num_heads": 3, "mlp_dim": 20, "max_depth": 7, "pool_size": 40}
+    return AdapterConfig(generation, **{**fields, **overrides})
 
 
 def random_weaver(**overrides) -> WeaverModel:

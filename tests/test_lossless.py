@@ -13,14 +13,16 @@ import pytest
 import torch
 from support import OracleBuilder, bench_prompts, stock_output
 
-from weaver_hf import TreeConfig
+from weaver_hf import TreeConfig, WeaverModel
 from weaver_hf.bench import DOMAINS
+from weaver_hf.configuration_weaver import AdapterConfig
 from weaver_hf.proposal import BUILDERS
+from weaver_hf.tiny import WEAVER
 
 NEW = 64
 NEAR_TIE = 1e-4
 SIZES = (1, 2, 17, 64)
-DRAFTED = ("suffix", "chain", "marginal")
+DRAFTED = ("suffix", "chain", "marginal", "weaver", "weaver-paper")
 IN_TURN = ("drafted-in-turn", "random-in-turn")
 TREES = (*DRAFTED, *(f"random-{size}" for size in SIZES))
 
@@ -28,13 +30,25 @@ TREES = (*DRAFTED, *(f"random-{size}" for size in SIZES))
 class InTurn:
     """Another builder at every step."""
 
-    needs_block = True
+    needs_block = needs_adapter = True
 
     def __init__(self, budget):
         self.builders = itertools.cycle([BUILDERS[name](budget) for name in DRAFTED])
 
     def __call__(self, context):
         return next(self.builders)(context)
+
+
+@pytest.fixture(scope="module")
+def weaver(trio):
+    """A Weaver of its own on the trio's target: the embedded drafter with an adapter of random weights."""
+    torch.manual_seed(11)
+    weaver = WeaverModel.from_pretrained(WEAVER).init_adapter(
+        AdapterConfig("rope", rank=64, num_heads=4, mlp_dim=96, pool_size=64)
+    )
+    torch.nn.init.normal_(weaver.adapter.lm_head_query_in.weight, std=0.1)
+    yield weaver.attach(trio[0])
+    weaver.detach()
 
 
 def cases():
@@ -47,8 +61,8 @@ def cases():
 
 
 @pytest.mark.parametrize(("index", "tree"), list(cases()))
-def test_greedy_text_equals_stock_token_for_token(trio, monkeypatch, index, tree):
-    model, _, weaver = trio
+def test_greedy_text_equals_stock_token_for_token(trio, weaver, monkeypatch, index, tree):
+    model = trio[0]
     domain, ids = bench_prompts()[index]
     text, gaps = stock_output(index, NEW)
     if tree == "drafted-in-turn":

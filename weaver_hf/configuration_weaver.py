@@ -1,13 +1,13 @@
-"""`WeaverConfig`, what a Weaver artifact says of itself, and `TreeConfig`, how its trees are grown."""
+"""`WeaverConfig`, what a Weaver artifact says of itself, `TreeConfig`, how its trees are grown, and `AdapterConfig`."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from .errors import CheckpointError, TreeConfigError
 
-__all__ = ["TreeConfig", "WeaverConfig"]
+__all__ = ["AdapterConfig", "TreeConfig", "WeaverConfig"]
 
 DEFAULT_BUDGET = 63  # with the root 64 rows, which fills a tile of the matrix units
 DEFAULT_BUDGET_CPU = 15  # on a CPU rows are not free
@@ -19,11 +19,19 @@ class TreeConfig:
 
     Attributes:
         builder: name of the rule that grows the tree. `"suffix"`: matches of the current suffix earlier in the text;
-            `"chain"`: the drafter's best token of each depth; `"marginal"`: the best paths of its marginals.
+            `"chain"`: the drafter's best token of each depth; `"marginal"`: the best paths of its marginals;
+            `"weaver"`: the best paths of the adapter's conditionals, grown, then pruned; `"weaver-paper"`: the same by
+            the paper's rule, where what is expanded is what is kept.
         budget: drafted nodes a step, the root not counted. None: 63 on an accelerator, 15 on a CPU.
         draft_temperature: a divisor of the drafter's logits for each depth, fitted on a dev split for each temperature
             of the target: `{"0.0": [...], "1.0": [...]}`. The entry nearest to the call's temperature is used; depths
-            beyond a list, and an empty dict, mean 1.
+            beyond a list, and an empty dict, mean 1. Builders `"weaver"` and `"weaver-paper"` divide the adapter's
+            logits by it.
+        rounds: of builder `"weaver"`: passes of the adapter a step, the root's included. None: 16.
+        parents: nodes that each pass scores. None: a 16th of the budget, rounded up.
+        children: candidates of a node that compete for a place in the tree. None: 16.
+        pool: of both weaver builders: candidates that the adapter scores a depth. None: its `pool_size`, which is also
+            the most it takes.
 
     Raises:
         TreeConfigError: on assignment of a value that cannot be used.
@@ -32,12 +40,16 @@ class TreeConfig:
     builder: str = "suffix"
     budget: int | None = None
     draft_temperature: dict[str, list[float]] = field(default_factory=dict)
+    rounds: int | None = None
+    parents: int | None = None
+    children: int | None = None
+    pool: int | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         usable = value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
-        if name == "budget" and not usable:
+        if name in ("budget", "rounds", "parents", "children", "pool") and not usable:
             raise TreeConfigError(
-                f"budget {value!r}", "an integer of at least 1, or None", "Set `weaver.tree_config.budget = 15`."
+                f"{name} {value!r}", "an integer of at least 1, or None", f"Set `weaver.tree_config.{name} = 15`."
             )
         if name == "draft_temperature":
             _check_temperatures(value)
@@ -71,6 +83,66 @@ def _check_temperatures(value: Any) -> None:
         )
 
 
+@dataclass(frozen=True)
+class AdapterConfig:
+    """Geometry of a `TopKAdapter`; the defaults are those of the released Qwen3.6-27B adapter.
+
+    Attributes:
+        generation: `"learned"` (the paper's: a table of positions, GELU) or `"rope"` (the newer one: rotary positions,
+            SwiGLU).
+        rank: width of the adapter.
+        num_layers: blocks.
+        num_heads: attention heads, each `rank / num_heads` wide.
+        mlp_dim: width of the MLP.
+        max_depth: depths it scores: those that the drafter predicts.
+        pool_size: candidates a depth that it was trained on.
+        rope_base: of rotary positions; without meaning for `"learned"`.
+        dtype: of the stored weights, None where they have the drafter's.
+
+    Raises:
+        CheckpointError: names the values that do not go together.
+    """
+
+    generation: str = "learned"
+    rank: int = 2048
+    num_layers: int = 1
+    num_heads: int = 16
+    mlp_dim: int = 2048
+    max_depth: int = 15
+    pool_size: int = 512
+    rope_base: float = 10000.0
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        def refuse(found: str, expected: str) -> None:
+            raise CheckpointError(f"an adapter with {found}", expected, "Correct `adapter` in config.json.")
+
+        if self.generation not in ("learned", "rope"):
+            refuse(f"generation {self.generation!r}", "generation 'learned' or 'rope'")
+        for name in ("rank", "num_layers", "num_heads", "mlp_dim", "max_depth", "pool_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                refuse(f"{name} {value!r}", "an integer of at least 1")
+        if self.rank % self.num_heads:
+            refuse(f"rank {self.rank} and {self.num_heads} heads", "a rank that is a multiple of the heads")
+        if self.generation == "rope" and (self.rank // self.num_heads) % 2:
+            refuse(f"rotary positions and heads of width {self.rank // self.num_heads}", "heads of an even width")
+        if not self.rope_base > 0:
+            refuse(f"rope_base {self.rope_base!r}", "a positive number")
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "AdapterConfig":
+        """From the `adapter` of a config.json; an unknown key is an error that names it."""
+        unknown = sorted(set(values) - {f.name for f in fields(cls)})
+        if unknown:
+            raise CheckpointError(
+                f"adapter settings {unknown}",
+                f"some of {sorted(f.name for f in fields(cls))}",
+                "Correct `adapter` in config.json, or install the weaver_hf version that wrote it.",
+            )
+        return cls(**values)
+
+
 class WeaverConfig(PreTrainedConfig):
     """Configuration of a `WeaverModel`: the drafter's geometry, tree defaults, and the identity of the target.
 
@@ -90,7 +162,10 @@ class WeaverConfig(PreTrainedConfig):
         layer_types: `"full_attention"` or `"sliding_attention"` a drafter layer; sliding layers see `sliding_window`
             positions back and are causal inside the block.
         is_causal: overrides the causality inside the block of all layers where not None.
-        tree_config: fields of `TreeConfig`.
+        adapter: fields of `AdapterConfig`, None for a Weaver without an adapter. An adapter needs a drafter.
+        adapter_initialized: whether the artifact holds the adapter's weights. False where it only declares the shape,
+            so that PEFT finds the module to put trained weights into; builder `"weaver"` refuses it.
+        tree_config: fields of `TreeConfig`; with an adapter the default builder is `"weaver"`.
         base_model_name_or_path: Hub id or path of the target that the artifact was made for.
         bos_token_id, eos_token_id, pad_token_id: the target's, which transformers' pipelines compare.
     """
@@ -116,6 +191,8 @@ class WeaverConfig(PreTrainedConfig):
         layer_types: list[str] | None = None,
         sliding_window: int | None = None,
         is_causal: bool | None = None,
+        adapter: dict[str, Any] | AdapterConfig | None = None,
+        adapter_initialized: bool = True,
         tree_config: dict[str, Any] | TreeConfig | None = None,
         base_model_name_or_path: str | None = None,
         bos_token_id: int | None = None,
@@ -140,7 +217,11 @@ class WeaverConfig(PreTrainedConfig):
         self.layer_types = list(layer_types or ["full_attention"] * num_hidden_layers)
         self.sliding_window = sliding_window
         self.is_causal = is_causal
+        self.adapter = asdict(adapter) if isinstance(adapter, AdapterConfig) else adapter
+        self.adapter_initialized = adapter_initialized
         self.tree_config = asdict(tree_config) if isinstance(tree_config, TreeConfig) else dict(tree_config or {})
+        if adapter is not None and adapter_initialized:
+            self.tree_config.setdefault("builder", "weaver")
         self.base_model_name_or_path = base_model_name_or_path
         self.bos_token_id = bos_token_id
         self.eos_token_id = eos_token_id
@@ -158,6 +239,7 @@ class WeaverConfig(PreTrainedConfig):
                 "Correct `tree_config` in config.json, or install the weaver_hf version that wrote it.",
             )
         TreeConfig(**self.tree_config)
+        self.check_adapter()
         if not self.num_hidden_layers:
             return
         needed = ("vocab_size", "hidden_size", "intermediate_size", "mask_token_id")
@@ -182,3 +264,31 @@ class WeaverConfig(PreTrainedConfig):
             )
         if self.block_size < 2:
             raise CheckpointError(f"block_size {self.block_size}", "at least 2", "Correct `block_size` in config.json.")
+
+    def check_adapter(self) -> None:
+        """Raise where the adapter's geometry does not fit the drafter's.
+
+        Raises:
+            CheckpointError: names both values.
+        """
+        if self.adapter is None:
+            return
+        adapter = AdapterConfig.from_dict(self.adapter)
+        if not self.num_hidden_layers:
+            raise CheckpointError(
+                "an adapter without a drafter",
+                "a drafter, whose candidates it scores",
+                "Load the drafter, and the adapter with `WeaverModel.from_pretrained(drafter, adapter=...)`.",
+            )
+        if adapter.max_depth != self.block_size - 1:
+            raise CheckpointError(
+                f"an adapter of {adapter.max_depth} depths beside a drafter of block_size {self.block_size}",
+                f"{self.block_size - 1} depths, those that the drafter predicts",
+                "Load the adapter that was trained on this drafter.",
+            )
+        if self.vocab_size is not None and adapter.pool_size > self.vocab_size:
+            raise CheckpointError(
+                f"an adapter with pool_size {adapter.pool_size} beside a vocabulary of {self.vocab_size} tokens",
+                "a pool of at most the vocabulary",
+                "Correct `pool_size`, or load the adapter that belongs to this target.",
+            )

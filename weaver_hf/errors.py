@@ -56,3 +56,7 @@ class CheckpointError(WeaverError, ValueError):
 
 class MissingDrafterError(WeaverError, RuntimeError):
     """The Weaver has no learned drafter, and the call needs one."""
+
+
+class MissingAdapterError(WeaverError, RuntimeError):
+    """The Weaver has no adapter with weights, and the call needs one."""

@@ -364,7 +364,11 @@ class WeaverCandidateGenerator(CandidateGenerator):
         self.max_length = generation_config.max_length
         eos = getattr(generation_config, "_eos_token_tensor", None)
         self.eos_ids = frozenset() if eos is None else frozenset(eos.tolist())
-        self._build = make_builder(self.tree_config.builder, self.budget, has_drafter=context is not None)
+        self._build = make_builder(
+            self.tree_config, self.budget, has_drafter=context is not None, has_adapter=weaver.has_adapter
+        )
+        self._conditional = getattr(self._build, "needs_adapter", False)
+        self._pool = weaver.pool_size(self.tree_config) if self._conditional else self.budget
         self._temperatures = self.tree_config.temperatures_at(0.0, weaver.config.block_size - 1)
 
     def get_candidate_tree(self, context: DraftContext) -> TokenTree:
@@ -372,8 +376,9 @@ class WeaverCandidateGenerator(CandidateGenerator):
         if self.context is not None:
             self.weaver.read_taps(self.context, context.taps)
             if getattr(self._build, "needs_block", False):
-                block = self.weaver.draft(context.anchors, self.context, self._temperatures, pool=self.budget)
-                context = replace(context, block=block)
+                block = self.weaver.draft(context.anchors, self.context, self._temperatures, pool=self._pool)
+                score = self.weaver.scorer(block, context.taps, self._temperatures) if self._conditional else None
+                context = replace(context, block=block, score=score)
         return self._build(context)
 
     def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, None]:

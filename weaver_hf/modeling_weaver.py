@@ -15,10 +15,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging
 
+from .adapter import AdapterNorm, AdapterScorer, FoldedTables, TopKAdapter
 from .checkpoints import format_of
-from .configuration_weaver import TreeConfig, WeaverConfig
+from .configuration_weaver import AdapterConfig, TreeConfig, WeaverConfig
 from .drafter import BlockDrafter, DraftBlock, DrafterContext, RMSNorm
-from .errors import CheckpointError, MissingDrafterError, NotAttachedError
+from .errors import CheckpointError, MissingDrafterError, NotAttachedError, TreeConfigError
 from .stats import GenerationStats
 from .target.attach import attach, attachment_of, detach, head_device, unwrap
 from .target.taps import TapSink, TapStates
@@ -53,6 +54,15 @@ class WeaverModel(PreTrainedModel):
         self.stats: GenerationStats | None = None
         self._target: weakref.ref[PreTrainedModel] | None = None
         self.drafter = BlockDrafter(config) if config.num_hidden_layers else None
+        self.adapter: TopKAdapter | None = None
+        self._fold = False
+        self._tables: FoldedTables | None = None
+        if config.adapter is not None:
+            geometry = AdapterConfig.from_dict(config.adapter)
+            assert config.hidden_size is not None, "the config has a drafter, and says so"
+            self.adapter = TopKAdapter(config.hidden_size, geometry)
+            if geometry.dtype == "float32":  # also beside a drafter of half precision
+                self._keep_in_fp32_modules_strict = {"adapter"}
         self.post_init()
 
     # ---- the target --------------------------------------------------------------------------------------------------
@@ -62,7 +72,7 @@ class WeaverModel(PreTrainedModel):
         """The model this Weaver is attached to. Held weakly, and never a submodule."""
         return None if self._target is None else self._target()
 
-    def attach(self, model: nn.Module) -> "WeaverModel":
+    def attach(self, model: nn.Module, fold: bool = False) -> "WeaverModel":
         """Make `model.generate(..., assistant_model=self)` decode with this Weaver's trees.
 
         The classes of the model instance and of its Gated DeltaNet modules are swapped for subclasses of the same
@@ -71,6 +81,9 @@ class WeaverModel(PreTrainedModel):
 
         Args:
             model: a supported target, also inside a PEFT wrapper.
+            fold: let the adapter read two tables over the vocabulary (`[V, rank]` each, in the target's dtype) instead
+                of embedding and head: the same scores, in more memory and less time. They are computed at the first
+                use, kept until `detach` or the next `attach`, and do not follow later changes of weights.
 
         Returns:
             The Weaver itself, on the target's device and in its dtype.
@@ -94,13 +107,14 @@ class WeaverModel(PreTrainedModel):
             self._check_fits(target)
             attach(target, self, WeaverGenerationMixin)
         self._target = weakref.ref(target)
+        self._fold, self._tables = fold, None
         return self.to(device=head_device(target), dtype=target.dtype)
 
     def detach(self) -> "WeaverModel":
         """Undo `attach`: when the last Weaver leaves a model, its classes are the original ones again."""
         if self.target is not None:
             detach(self.target, self)
-        self._target = None
+        self._target, self._fold, self._tables = None, False, None
         return self
 
     def _check_fits(self, target: PreTrainedModel) -> None:
@@ -155,8 +169,14 @@ class WeaverModel(PreTrainedModel):
             nn.init.normal_(module.weight, std=0.02)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
-        elif isinstance(module, RMSNorm):
+        elif isinstance(module, RMSNorm | AdapterNorm):
             nn.init.ones_(module.weight)
+            if isinstance(module, AdapterNorm):
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, TopKAdapter):  # after its parts
+            if module.config.generation == "learned":
+                nn.init.normal_(module.pos_emb, std=0.02)
+            nn.init.zeros_(module.lm_head_query_in.weight)  # untrained, it changes nothing: the drafter's own scores
 
     def forward(
         self,
@@ -271,6 +291,81 @@ class WeaverModel(PreTrainedModel):
         log_probs, token_ids = scaled.log_softmax(-1).clamp(max=0).topk(min(pool, logits.shape[-1]), -1)
         return DraftBlock(hidden, token_ids, logits.gather(-1, token_ids), log_probs)
 
+    # ---- the adapter -------------------------------------------------------------------------------------------------
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether there is an adapter with weights; not one that is only declared."""
+        return self.adapter is not None and self.config.adapter_initialized
+
+    def init_adapter(self, config: AdapterConfig) -> "WeaverModel":
+        """Put a fresh adapter beside the drafter, in place of any other, and make `"weaver"` the builder.
+
+        Its `lm_head_query_in` is zero: until it is trained, the conditionals are the drafter's marginals, renormalised
+        to the pool.
+
+        Args:
+            config: its geometry; must fit the drafter's.
+
+        Returns:
+            The Weaver itself; the adapter is on its device and in its dtype.
+
+        Raises:
+            CheckpointError: names what does not fit.
+        """
+        self._declare_adapter(config)
+        fresh = TopKAdapter(int(self.config.hidden_size), config)
+        fresh.apply(self._init_weights)
+        self.adapter = fresh.to(self.device, self.dtype)
+        return self
+
+    def _declare_adapter(self, config: AdapterConfig) -> None:
+        before = self.config.adapter
+        self.config.adapter = asdict(config)
+        try:
+            self.config.check_adapter()
+        except CheckpointError:
+            self.config.adapter = before
+            raise
+        self.config.adapter_initialized = True
+        self.tree_config.builder = "weaver"
+        self._tables = None
+
+    def pool_size(self, tree_config: TreeConfig) -> int:
+        """Candidates a depth that the adapter scores under these settings.
+
+        Raises:
+            TreeConfigError: more than it was trained on.
+        """
+        assert self.adapter is not None
+        trained = self.adapter.config.pool_size
+        if (tree_config.pool or 0) > trained:
+            raise TreeConfigError(
+                f"a pool of {tree_config.pool} candidates",
+                f"at most {trained}, the pool_size that the adapter was trained on",
+                "Lower `weaver.tree_config.pool`, or set it to None.",
+            )
+        return tree_config.pool or trained
+
+    @torch.no_grad()
+    def scorer(self, block: DraftBlock, taps: TapStates | None, temperatures: list[float]) -> AdapterScorer:
+        """Conditional scores of a block's candidates, for one step.
+
+        Args:
+            block: from `draft`.
+            taps: of the rows that entered the target's cache last; the last row's logits chose the anchor.
+            temperatures: draft temperatures of each depth.
+        """
+        adapter, target = self.adapter, self.target
+        assert adapter is not None
+        assert target is not None
+        assert taps is not None
+        embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
+        if self._fold and self._tables is None:
+            self._tables = FoldedTables.build(adapter, embedding, head)
+        warm = torch.tensor(temperatures[: block.hidden.shape[1]], device=block.hidden.device)
+        return AdapterScorer(adapter, embedding, head, block, taps.final_hidden[:, -1], warm, self._tables)
+
     @property
     def device(self) -> torch.device:
         """Where the weights are; without any, where the target's head is, or the CPU."""
@@ -352,4 +447,4 @@ class WeaverModel(PreTrainedModel):
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickling and deep copies: the copy is not attached."""
-        return {**self.__dict__, "_target": None}
+        return {**self.__dict__, "_target": None, "_fold": False, "_tables": None}

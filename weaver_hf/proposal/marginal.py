@@ -13,7 +13,7 @@ from ..drafter import DraftBlock
 from ..tree import TokenTree
 from .protocol import BlockBuilder
 
-__all__ = ["MarginalBuilder"]
+__all__ = ["MarginalBuilder", "best"]
 
 
 class MarginalBuilder(BlockBuilder):
@@ -29,7 +29,7 @@ class MarginalBuilder(BlockBuilder):
         levels = []
         for depth in range(depths):
             paths = (scores[..., None] + block.log_probs[:, depth, None, :]).flatten(1)  # [B, parents * K]
-            scores, chosen = _best(paths, budget)
+            scores, chosen = best(paths, budget)
             parent, candidate = chosen // pool, chosen % pool
             first = (
                 1 + budget * (depth - 1) if depth else 0
@@ -39,21 +39,21 @@ class MarginalBuilder(BlockBuilder):
             tokens = F.pad(block.token_ids[:, depth].gather(1, candidate), (0, missing))
             levels.append((scores, tokens, F.pad(first + parent, (0, missing))))
         score, token, parent = (torch.cat(parts, 1) for parts in zip(*levels, strict=True))  # [B, depths * budget]
-        best, order = _best(score, budget)  # stable: of equal scores the shallower comes first, so parents do
+        kept, order = best(score, budget)  # stable: of equal scores the shallower comes first, so parents do
         # Old place (root 0, then the levels) -> new place.
         place = order.new_zeros(batch, 1 + score.shape[1])
         place.scatter_(1, order + 1, torch.arange(1, order.shape[1] + 1, device=order.device).expand_as(order))
         parents = place.gather(1, parent.gather(1, order))
-        real = best.isfinite()
+        real = kept.isfinite()
         return TokenTree(
             token_ids=torch.cat([anchors, torch.where(real, token.gather(1, order), anchors)], 1),
             parents=torch.cat([parents.new_full((batch, 1), -1), torch.where(real, parents, 0)], 1),
-            log_probs=torch.cat([best.new_zeros(batch, 1), best], 1),
+            log_probs=torch.cat([kept.new_zeros(batch, 1), kept], 1),
             sizes=1 + real.sum(1),
         )
 
 
-def _best(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def best(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The `count` largest of each row with their places, the lower place first among equals."""
     values, order = torch.sort(scores, dim=-1, descending=True, stable=True)
-    return values[:, :count], order[:, :count]
+    return values[..., :count], order[..., :count]

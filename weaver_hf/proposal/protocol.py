@@ -12,7 +12,29 @@ from ..drafter import DraftBlock
 from ..target.taps import TapStates
 from ..tree import TokenTree
 
-__all__ = ["BlockBuilder", "DraftContext", "TreeBuilder"]
+__all__ = ["BlockBuilder", "DraftContext", "Scorer", "TreeBuilder"]
+
+
+class Scorer(Protocol):
+    """Conditional scores of a block's candidates, for the nodes of a growing tree.
+
+    A tree has a fixed number of slots `M`; node 0 is the anchor. The search asks for every node once, parents before
+    children, so a scorer can keep what it computed for a node under the node's slot.
+    """
+
+    def __call__(
+        self, token_ids: torch.Tensor, depths: torch.Tensor, ancestors: torch.Tensor, first: int
+    ) -> torch.Tensor:
+        """Log-probabilities of the candidates of the next depth, `[B, W, K]`, for `W` nodes.
+
+        Args:
+            token_ids: int64 `[B, W]`, the nodes' own tokens.
+            depths: int64 `[B, W]`, 0 at the anchor; candidates are those of depth `depths + 1`. What is given for a
+                node at the last depth is not read.
+            ancestors: bool `[B, W, M]`, the slots of each node's ancestors and its own.
+            first: slot of the first node; they lie at `first..first + W - 1`.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -25,12 +47,14 @@ class DraftContext:
             accepted path); None where the Weaver has no taps.
         device: where the tree belongs.
         block: what the block drafter proposes; None where the Weaver has no drafter.
+        score: of the block's candidates given their paths; None where the builder needs no adapter.
     """
 
     history: Sequence[Sequence[int]]
     taps: TapStates | None
     device: torch.device
     block: DraftBlock | None = None
+    score: Scorer | None = None
 
     @cached_property
     def anchors(self) -> torch.Tensor:
@@ -42,7 +66,8 @@ class TreeBuilder(Protocol):
     """Grows one tree for each row. Made anew for each call of `generate`, so it may keep an index of the text.
 
     One that reads the drafter's block says so with `needs_block = True`; it cannot serve a Weaver without a drafter,
-    and for others the drafter does not run.
+    and for others the drafter does not run. One that reads conditional scores also says `needs_adapter = True`. A class
+    that is made with more than the budget names those fields of `TreeConfig` as `options`.
     """
 
     def __call__(self, context: DraftContext) -> TokenTree:
