@@ -333,7 +333,7 @@ class AdapterScorer:
         else:
             query = self._adapter.query(states)
             if not is_plain(self._head):  # exact too, at the price of the whole vocabulary
-                return head_product(self._head, query).to(ids.device).float().gather(-1, ids)
+                return head_product(self._head, query.to(self._block.hidden)).to(ids.device).float().gather(-1, ids)
             weight: Any = self._head.weight
             rows = F.embedding(ids, weight)
-        return (rows @ query[..., None])[..., 0].float()
+        return (rows @ query.to(rows)[..., None])[..., 0].float()  # a trainer has them in fp32 beside a bf16 target

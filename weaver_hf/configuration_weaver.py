@@ -25,8 +25,8 @@ class TreeConfig:
         budget: drafted nodes a step, the root not counted. None: 63 on an accelerator, 15 on a CPU.
         draft_temperature: a divisor of the drafter's logits for each depth, fitted on a dev split for each temperature
             of the target: `{"0.0": [...], "1.0": [...]}`. The entry nearest to the call's temperature is used; depths
-            beyond a list, and an empty dict, mean 1. Builders `"weaver"` and `"weaver-paper"` divide the adapter's
-            logits by it.
+            beyond a list, and an empty dict, mean 1.
+        adapter_temperature: the same for the adapter's scores, which builders `"weaver"` and `"weaver-paper"` use.
         rounds: of builder `"weaver"`: passes of the adapter a step, the root's included. None: 16.
         parents: nodes that each pass scores. None: a 16th of the budget, rounded up.
         children: candidates of a node that compete for a place in the tree. None: 16.
@@ -40,6 +40,7 @@ class TreeConfig:
     builder: str = "suffix"
     budget: int | None = None
     draft_temperature: dict[str, list[float]] = field(default_factory=dict)
+    adapter_temperature: dict[str, list[float]] = field(default_factory=dict)
     rounds: int | None = None
     parents: int | None = None
     children: int | None = None
@@ -51,8 +52,8 @@ class TreeConfig:
             raise TreeConfigError(
                 f"{name} {value!r}", "an integer of at least 1, or None", f"Set `weaver.tree_config.{name} = 15`."
             )
-        if name == "draft_temperature":
-            _check_temperatures(value)
+        if name in ("draft_temperature", "adapter_temperature"):
+            _check_temperatures(name, value)
         object.__setattr__(self, name, value)
 
     def nodes_on(self, device_type: str) -> int:
@@ -61,25 +62,25 @@ class TreeConfig:
             return self.budget
         return DEFAULT_BUDGET_CPU if device_type == "cpu" else DEFAULT_BUDGET
 
-    def temperatures_at(self, temperature: float, depths: int) -> list[float]:
-        """The draft temperature of each depth for a target temperature (0 for greedy decoding)."""
-        if not self.draft_temperature:
+    def temperatures_at(self, temperature: float, depths: int, *, adapter: bool = False) -> list[float]:
+        """The temperature of each depth, the drafter's or the adapter's, for a target temperature (0: greedy)."""
+        table = self.adapter_temperature if adapter else self.draft_temperature
+        if not table:
             return [1.0] * depths
-        nearest = min(self.draft_temperature, key=lambda key: abs(float(key) - temperature))
-        fitted = self.draft_temperature[nearest][:depths]
+        fitted = table[min(table, key=lambda key: abs(float(key) - temperature))][:depths]
         return [*fitted, *[1.0] * (depths - len(fitted))]
 
 
-def _check_temperatures(value: Any) -> None:
+def _check_temperatures(name: str, value: Any) -> None:
     try:
         good = all(float(key) >= 0 and all(t > 0 for t in row) for key, row in value.items())
     except (AttributeError, TypeError, ValueError):
         good = False
     if not good:
         raise TreeConfigError(
-            f"draft_temperature {value!r}",
+            f"{name} {value!r}",
             "positive numbers, a list for each target temperature",
-            'Set e.g. `weaver.tree_config.draft_temperature = {"0.0": [1.0] * 15}`.',
+            f'Set e.g. `weaver.tree_config.{name} = {{"0.0": [1.0] * 15}}`.',
         )
 
 

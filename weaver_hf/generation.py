@@ -369,7 +369,9 @@ class WeaverCandidateGenerator(CandidateGenerator):
         )
         self._conditional = getattr(self._build, "needs_adapter", False)
         self._pool = weaver.pool_size(self.tree_config) if self._conditional else self.budget
-        self._temperatures = self.tree_config.temperatures_at(0.0, weaver.config.block_size - 1)
+        depths = weaver.config.block_size - 1
+        self._temperatures = self.tree_config.temperatures_at(0.0, depths)
+        self._warmths = self.tree_config.temperatures_at(0.0, depths, adapter=True)
 
     def get_candidate_tree(self, context: DraftContext) -> TokenTree:
         """A tree of at most `budget` drafted nodes, rooted at the last token of each row."""
@@ -377,7 +379,7 @@ class WeaverCandidateGenerator(CandidateGenerator):
             self.weaver.read_taps(self.context, context.taps)
             if getattr(self._build, "needs_block", False):
                 block = self.weaver.draft(context.anchors, self.context, self._temperatures, pool=self._pool)
-                score = self.weaver.scorer(block, context.taps, self._temperatures) if self._conditional else None
+                score = self.weaver.scorer(block, context.taps, self._warmths) if self._conditional else None
                 context = replace(context, block=block, score=score)
         return self._build(context)
 

@@ -16,7 +16,7 @@ from ..acceptance import follow
 from ..drafter import BlockDrafter, DraftBlock
 from ..proposal.chain import ChainBuilder
 from ..proposal.marginal import MarginalBuilder
-from ..target.taps import TapSink
+from ..target.taps import TapSink, TapStates
 
 __all__ = [
     "BlockBatch",
@@ -123,11 +123,25 @@ def run_blocks(
     return network(features, noise, places, positions)[:, :, 1:]
 
 
-def target_pass(target: Any, sink: TapSink, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Tap features and logits of the frozen target for whole sequences."""
+def target_pass(target: Any, sink: TapSink, ids: Tensor) -> tuple[TapStates, Tensor]:
+    """Tap states (fp32) and logits of the frozen target for whole sequences."""
     with torch.no_grad(), sink.listening():
         logits = target(ids, use_cache=False).logits
-    return sink.take().features.float(), logits
+    return TapStates(*(states.float() for states in sink.take())), logits
+
+
+def rows_before(blocks: "BlockBatch", length: int) -> Tensor:
+    """Positions of the target's rows that chose each label, int64 `[B, A, D]`: its logits there are the label's law."""
+    depths = blocks.labels.shape[-1]
+    before = blocks.anchors[..., None] + torch.arange(depths, device=blocks.anchors.device)
+    return before.clamp(max=length - 1)
+
+
+def target_probabilities(target_logits: Tensor, blocks: "BlockBatch", temperatures: Tensor) -> Tensor:
+    """The target's distribution of each label `[B, A, D, V]` at its sequence's temperature `[B]` (0: its choice)."""
+    rows = torch.arange(len(target_logits), device=target_logits.device)[:, None, None]
+    logits = target_logits[rows, rows_before(blocks, target_logits.shape[1])].float()
+    return (logits / temperatures.clamp(min=1e-3)[:, None, None, None]).softmax(-1)
 
 
 def block_loss(
@@ -144,12 +158,7 @@ def block_loss(
     hard = -log_q.gather(-1, blocks.labels[..., None])[..., 0]  # [B, A, D]
     loss = hard
     if config.soft:
-        depths = blocks.labels.shape[-1]
-        before = blocks.anchors[..., None] + torch.arange(depths, device=logits.device)
-        before = before.clamp(max=target_logits.shape[1] - 1)
-        rows = torch.arange(len(logits), device=logits.device)[:, None, None]
-        warm = temperatures.clamp(min=1e-3)[:, None, None, None]
-        p = (target_logits[rows, before].float() / warm).softmax(-1)
+        p = target_probabilities(target_logits, blocks, temperatures)
         soft = -(p * log_q).sum(-1)
         drawn = (temperatures > 0)[:, None, None]
         loss = torch.where(drawn, config.soft * soft + (1 - config.soft) * hard, hard)

@@ -9,15 +9,17 @@ from rich.console import Console
 from rich.progress import track
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ..configuration_weaver import TreeConfig, WeaverConfig
+from ..configuration_weaver import AdapterConfig, TreeConfig, WeaverConfig
 from ..modeling_weaver import WeaverModel
 from ..tiny import TARGET
+from .adapter import AdapterTrainConfig, PoolLossConfig
+from .adapter import train as run_adapter
 from .blocks import LossConfig
 from .data import DataConfig, load_data, make_data, read_documents
 from .drafter import DrafterTrainConfig
 from .drafter import train as run
 
-app = typer.Typer(help="Train drafters for a target.", no_args_is_help=True)
+app = typer.Typer(help="Train drafters and adapters for a target.", no_args_is_help=True)
 
 TargetOption = Annotated[str, typer.Option(help="Target: a local folder or a Hub id.")]
 
@@ -138,3 +140,65 @@ def drafter(
         loss=LossConfig(weighting=weighting, gamma=gamma, soft=soft),
     )
     run(model, weaver, load_data(data, tokenizer, block_size), out, config, text.pad_token_id or 0)
+
+
+@app.command()
+def adapter(
+    drafter: Annotated[str, typer.Option(help="The drafter's artifact (ours or a published one); it stays as it is.")],
+    data: Annotated[list[Path], typer.Option(help="Data set of `weaver-hf train data`; can be given several times.")],
+    out: Annotated[Path, typer.Option(help="Folder of the artifact; a started run there is resumed.")],
+    target: TargetOption = str(TARGET),
+    generation: Annotated[str, typer.Option(help="rope (rotary positions, SwiGLU) or learned (the paper's).")] = "rope",
+    rank: Annotated[int | None, typer.Option(help="Width. [the target's, at most 2048]")] = None,
+    layers: Annotated[int, typer.Option(min=1)] = 1,
+    heads: Annotated[int | None, typer.Option(help="[rank / 64]")] = None,
+    mlp_dim: Annotated[int | None, typer.Option(help="[rank]")] = None,
+    pool_size: Annotated[int, typer.Option(min=2, help="Candidates a depth.")] = 512,
+    anchors: Annotated[int, typer.Option(min=1, help="Blocks to train on in all.")] = 30_000_000,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences a step and process.")] = 64,
+    anchors_per_sequence: Annotated[int, typer.Option(min=1)] = 64,
+    width: Annotated[int, typer.Option(min=32, help="Longest piece of a sequence, in tokens.")] = 448,
+    optimizer: Annotated[str, typer.Option(help="muon (matrices; AdamW for the rest) or adamw.")] = "muon",
+    learning_rate: Annotated[float, typer.Option()] = 1e-3,
+    loss: Annotated[str, typer.Option(help="lk, alpha (-log α), kl or ce.")] = "lk",
+    max_seconds: Annotated[float | None, typer.Option(help="End the run by then.")] = None,
+    seed: Annotated[int, typer.Option()] = 0,
+) -> None:
+    """Train Weaver's adapter for a frozen target and drafter. Goes on from the drafter's own adapter if it has one.
+
+    [dim]Example:[/] weaver-hf train adapter --drafter drafter --data data --out weaver --pool-size 256
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(target, dtype="auto").to(device)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    torch.manual_seed(seed)
+    weaver = WeaverModel.from_pretrained(drafter).float()
+    if weaver.drafter is None:
+        raise typer.BadParameter("the artifact has no drafter", param_hint="--drafter")
+    if not weaver.has_adapter:
+        rank = rank or min(model.config.get_text_config().hidden_size, 2048)
+        geometry = AdapterConfig(
+            generation=generation,
+            rank=rank,
+            num_layers=layers,
+            num_heads=heads or max(rank // 64, 1),
+            mlp_dim=mlp_dim or rank,
+            max_depth=weaver.config.block_size - 1,
+            pool_size=pool_size,
+        )
+        weaver.init_adapter(geometry)
+    config = AdapterTrainConfig(
+        anchors=anchors,
+        batch_size=batch_size,
+        anchors_per_sequence=anchors_per_sequence,
+        width=width,
+        optimizer=optimizer,
+        learning_rate=learning_rate,
+        max_seconds=max_seconds,
+        seed=seed,
+        mixed_precision="bf16" if device == "cuda" else "no",
+        compile=device == "cuda",
+        loss=PoolLossConfig(kind=loss),
+    )
+    read = load_data(data, tokenizer, weaver.config.block_size)
+    run_adapter(model, weaver, read, out, config, model.config.get_text_config().pad_token_id or 0)

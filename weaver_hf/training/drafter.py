@@ -32,6 +32,7 @@ __all__ = ["DrafterTrainConfig", "evaluate", "fit_temperatures", "train"]
 
 FITTED_AT = (0.0, 1.0)  # target temperatures for which draft temperatures are fitted
 DEV_ANCHORS = 16  # blocks of each held-out sequence
+SMOOTH = 20.0  # a depth's temperature stays near the one above, as if that many blocks had asked for it
 
 
 @dataclass
@@ -62,10 +63,10 @@ def train(
 
     def loss_of(network: nn.Module, batch: Batch) -> Tensor:
         with accelerator.autocast():
-            features, target_logits = target_pass(target, sink, batch["input_ids"])
+            taps, target_logits = target_pass(target, sink, batch["input_ids"])
             anchors, valid = sample_anchors(batch["lengths"], batch["prompt_lengths"], config.anchors_per_sequence)
             blocks = make_blocks(batch["input_ids"], batch["lengths"], anchors, valid, depths)
-            logits = draft_logits(target, weaver, network, features, batch["input_ids"], anchors)
+            logits = draft_logits(target, weaver, network, taps.features, batch["input_ids"], anchors)
         return loss_function(logits, target_logits, blocks, batch["temperatures"], config.loss)
 
     def evaluation() -> dict[str, Any]:
@@ -106,10 +107,10 @@ def held_out_blocks(
         anchors, valid = sample_anchors(batch["lengths"], batch["prompt_lengths"], DEV_ANCHORS, generator)
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
         anchors, valid = anchors.to(device), valid.to(device)
-        features, _ = target_pass(target, sink, batch["input_ids"])
+        taps, _ = target_pass(target, sink, batch["input_ids"])
         depths = weaver.config.block_size - 1
         blocks = make_blocks(batch["input_ids"], batch["lengths"], anchors, valid, depths)
-        logits = draft_logits(target, weaver, BlockNetwork(drafter), features, batch["input_ids"], anchors)
+        logits = draft_logits(target, weaver, BlockNetwork(drafter), taps.features, batch["input_ids"], anchors)
         yield logits, blocks, batch["temperatures"]
 
 
@@ -142,7 +143,6 @@ def fit_temperatures(
     so far. So path probabilities, not marginals, are what is calibrated.
     """
     grid = torch.linspace(math.log(0.3), math.log(3.0), 47).exp()
-    depths = weaver.config.block_size - 1
     golds: dict[float, list[Tensor]] = {temperature: [] for temperature in FITTED_AT}
     for logits, blocks, temperatures in held_out_blocks(target, weaver, data, config, pad, sink):
         golds_at = [gold_log_probs(logits, blocks.labels, tau) for tau in grid.tolist()]
@@ -150,18 +150,29 @@ def fit_temperatures(
         table = table.masked_fill(blocks.weights[..., None] == 0, math.nan).cpu()
         for temperature in FITTED_AT:
             golds[temperature].append(table[(temperatures - temperature).abs().cpu() < 0.05].flatten(0, 1))
-    fitted = {}
-    for temperature, parts in golds.items():
-        rows = torch.cat(parts)  # [blocks, D, grid], NaN where there is no label
-        if rows.isnan().all():
-            continue
-        reach = torch.ones(len(rows))
-        best = []
-        for depth in range(depths):
-            losses = -(reach[:, None] * rows[:, depth]).nansum(0)
-            best.append(int(losses.argmin()))
-            reach = reach * rows[:, depth, best[-1]].exp().nan_to_num(0.0)
-        fitted[f"{temperature:.1f}"] = [round(float(grid[i]), 4) for i in best]
+    tables = {temperature: torch.cat(parts) for temperature, parts in golds.items()}
+    return {
+        f"{temperature:.1f}": fit_depths(table, grid) for temperature, table in tables.items() if table.isfinite().any()
+    }
+
+
+def fit_depths(table: Tensor, grid: Tensor) -> list[float]:
+    """The temperature of each depth that `fit_temperatures` describes.
+
+    Args:
+        table: log-probability of the label for each block, depth and temperature of the grid, `[X, D, G]`, NaN where
+            there is no label.
+        grid: temperatures, `[G]`, evenly spaced in their logarithm.
+    """
+    reach = torch.ones(len(table))
+    above = torch.zeros(())
+    fitted = []
+    for depth in range(table.shape[1]):
+        losses = -(reach[:, None] * table[:, depth]).nansum(0) + SMOOTH * (grid.log() - above).square()
+        best = int(losses.argmin())
+        above = grid[best].log()
+        reach = reach * table[:, depth, best].exp().nan_to_num(0.0)
+        fitted.append(round(float(grid[best]), 4))
     return fitted
 
 
