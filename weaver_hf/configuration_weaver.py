@@ -1,5 +1,6 @@
 """`WeaverConfig`, what a Weaver artifact says of itself, `TreeConfig`, how its trees are grown, and `AdapterConfig`."""
 
+from copy import copy
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -133,6 +134,12 @@ class AdapterConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "AdapterConfig":
         """From the `adapter` of a config.json; an unknown key is an error that names it."""
+        if not isinstance(values, dict):
+            raise CheckpointError(
+                f"adapter {values!r} in a WeaverConfig",
+                "its geometry as a dict",
+                "To load an adapter from elsewhere, call `WeaverModel.from_pretrained(drafter, adapter=...)`.",
+            )
         unknown = sorted(set(values) - {f.name for f in fields(cls)})
         if unknown:
             raise CheckpointError(
@@ -217,7 +224,7 @@ class WeaverConfig(PreTrainedConfig):
         self.layer_types = list(layer_types or ["full_attention"] * num_hidden_layers)
         self.sliding_window = sliding_window
         self.is_causal = is_causal
-        self.adapter = asdict(adapter) if isinstance(adapter, AdapterConfig) else adapter
+        self.adapter = asdict(adapter) if isinstance(adapter, AdapterConfig) else copy(adapter)
         self.adapter_initialized = adapter_initialized
         self.tree_config = asdict(tree_config) if isinstance(tree_config, TreeConfig) else dict(tree_config or {})
         if adapter is not None and adapter_initialized:
