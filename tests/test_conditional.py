@@ -207,7 +207,14 @@ def test_scores_that_are_no_numbers_leave_a_valid_tree(bad):
         log_q[..., 2] = bad
         return log_q
 
-    tree = run(WeaverBuilder(9), score, 3, 5).validate()
+    tree = run(WeaverBuilder(9, rounds=3, parents=2), score, 3, 5).validate()
+    if bad != math.inf:  # as if the candidate were not there, and taking nobody's turn
+        rest = [
+            nodes_of(tree, 0),
+            nodes_of(run(WeaverBuilder(9, rounds=3, parents=2), lambda *a: score(*a).nan_to_num(-math.inf), 3, 5), 0),
+        ]
+        assert rest[0] == rest[1]
+        assert len(rest[0]) == 9
     assert (2 in tree.token_ids[0, 1:].tolist()) == (bad == math.inf), "a probability above 1 counts as 1"
 
 
