@@ -270,9 +270,8 @@ def residual(head: nn.Module, query: Tensor, ids: Tensor) -> Tensor:
     if is_plain(head):
         weight: Any = head.weight
         return dot(weight, query, ids)
-    return (
-        head_product(head, query).to(ids.device).gather(-1, ids).float()
-    )  # exact too, at the whole vocabulary's price
+    whole = head_product(head, query)  # exact too, at the price of the whole vocabulary
+    return whole.to(ids.device).gather(-1, ids).float()
 
 
 def dot(rows: Tensor, x: Tensor, ids: Tensor) -> Tensor:

@@ -28,8 +28,9 @@ class TreeConfig:
             of the target: `{"0.0": [...], "1.0": [...]}`. The entry nearest to the call's temperature is used; depths
             beyond a list, and an empty dict, mean 1. Builders `"weaver"` and `"weaver-paper"` divide the adapter's
             logits by it.
-        rounds: of builder `"weaver"`: passes of the adapter a step, the root's included. None: 16.
-        parents: nodes that each pass scores. None: a 16th of the budget, rounded up.
+        rounds: of builder `"weaver"`: passes of the adapter a step, the root's included. None: 16, or the budget if
+            that is less.
+        parents: nodes that each later pass scores. None: so many that all passes score as many nodes as are kept.
         children: candidates of a node that compete for a place in the tree. None: 16.
         pool: of both weaver builders: candidates that the adapter scores a depth. None: its `pool_size`, which is also
             the most it takes.
