@@ -11,7 +11,7 @@ from weaver_hf import WeaverModel
 from weaver_hf.adapter import AdapterScorer, FoldedTables, TopKAdapter, is_plain, pool_log_probs
 from weaver_hf.configuration_weaver import AdapterConfig
 from weaver_hf.drafter import DraftBlock
-from weaver_hf.errors import CheckpointError, MissingAdapterError, TreeConfigError
+from weaver_hf.errors import CheckpointError, MissingAdapterError, NotAttachedError, TreeConfigError
 from weaver_hf.proposal import BUILDERS, DraftContext, MarginalBuilder, WeaverBuilder
 from weaver_hf.proposal.conditional import grow
 
@@ -351,9 +351,9 @@ def test_folding_is_lazy_gives_the_same_trees_and_is_freed_on_detach():
 def test_the_adapter_reads_the_target_state_whose_logits_chose_the_anchor(monkeypatch):
     model, weaver = attached()
     seen = []
-    honest = WeaverModel.scorer
+    honest = TopKAdapter.prefix
     monkeypatch.setattr(
-        WeaverModel, "scorer", lambda self, block, taps, t: seen.append(taps) or honest(self, block, taps, t)
+        TopKAdapter, "prefix", lambda self, state, hidden: seen.append(state) or honest(self, state, hidden)
     )
     out = model.generate(prompt_ids(), max_new_tokens=24, do_sample=False, assistant_model=weaver)[0].tolist()
     anchors, position = [], len(prompt_ids()[0])
@@ -361,7 +361,7 @@ def test_the_adapter_reads_the_target_state_whose_logits_chose_the_anchor(monkey
         position += run
         anchors.append(out[position])
     with torch.no_grad():
-        chosen = [int(model.get_output_embeddings()(taps.final_hidden[:, -1]).argmax(-1)) for taps in seen]
+        chosen = [int(model.get_output_embeddings()(state).argmax(-1)) for state in seen]
     assert chosen == anchors
     assert len(set(anchors)) > 3
 
@@ -395,6 +395,13 @@ def test_without_adapter_weights_the_builder_is_refused(builder, declared):
     weaver.tree_config.builder = builder
     with pytest.raises(MissingAdapterError, match=f"builder '{builder}'"):
         model.generate(prompt_ids(), max_new_tokens=4, do_sample=False, assistant_model=weaver)
+
+
+def test_outside_our_loop_there_is_no_state_to_start_from():
+    model, weaver = attached()
+    _, block, _ = scoring(weaver.adapter, model)
+    with pytest.raises(NotAttachedError, match="no state of the target"):
+        weaver.scorer(block, None, [1.0] * DEPTHS)
 
 
 def test_without_an_adapter_none_of_its_work_is_done(monkeypatch):

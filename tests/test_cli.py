@@ -72,6 +72,7 @@ def test_bench_writes_a_table_and_json(tmp_path):
         (["demo", "--prompt", "", "--raw"], "a prompt of 0 tokens"),
         (["demo", "--budget", "0"], "at least 1"),
         (["bench", "--domain", "poetry"], "poetry"),
+        (["convert", str(TARGET), "/no/such/folder"], "model_type 'weaver'"),
         (["bench", "--builder", "oak", "--prompts", "1", "--domain", "math", "--max-new-tokens", "2"], "builder 'oak'"),
         (
             ["bench", "--temperature", "1", "--prompts", "1", "--domain", "math", "--max-new-tokens", "2"],
@@ -85,6 +86,7 @@ def test_bench_writes_a_table_and_json(tmp_path):
         "empty-prompt",
         "budget",
         "domain",
+        "convert-a-target",
         "builder",
         "temperature",
     ],
@@ -96,7 +98,7 @@ def test_a_users_error_is_a_message_and_no_traceback(arguments, message):
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("command", [[], ["demo"], ["bench"]])
+@pytest.mark.parametrize("command", [[], ["demo"], ["bench"], ["convert"]])
 def test_help_has_an_example(command):
     result = run(*command, "--help")
     assert result.returncode == 0

@@ -144,7 +144,7 @@ def run(builder, scores, depths, pool, batch=1):
 def test_with_a_pass_for_every_node_the_tree_is_the_best_there_is(seed, budget, depths, pool):
     """One node a round, all children open: no other tree of that size has a larger sum of path probabilities."""
     scores = RandomScores(pool, seed)
-    tree = run(WeaverBuilder(budget, rounds=budget + 1, parents=1, children=pool), scores, depths, pool).validate()
+    tree = run(WeaverBuilder(budget, rounds=budget, parents=1, children=pool), scores, depths, pool).validate()
     paths = {}
     for depth in range(1, depths + 1):
         for ranks in itertools.product(range(pool), repeat=depth):
@@ -164,7 +164,7 @@ def test_with_scores_that_ignore_the_path_it_is_the_tree_of_the_marginals(seed, 
         return log_probs[:, depths[0].clamp(max=3)]
 
     context = DraftContext([[ANCHOR]], None, torch.device("cpu"), block, score)
-    grown = WeaverBuilder(budget, rounds=budget + 1, parents=1, children=5)(context)
+    grown = WeaverBuilder(budget, rounds=budget, parents=1, children=5)(context)
     assert dict(nodes_of(grown, 0)).keys() == dict(nodes_of(MarginalBuilder(budget)(context), 0)).keys()
 
 
@@ -195,8 +195,10 @@ def test_the_papers_batches(budget, width, calls):
 
 
 def test_the_default_passes_score_as_many_nodes_as_are_kept():
-    for budget, parents in ((7, 1), (15, 1), (16, 1), (31, 2), (63, 4), (127, 8)):
+    for budget, parents in ((16, 1), (31, 2), (63, 4), (127, 8)):
         assert WeaverBuilder(budget).widths == [1] + [parents] * 15
+    for budget in (1, 7, 15):
+        assert WeaverBuilder(budget).widths == [1] * budget
     assert WeaverBuilder(63, rounds=8).widths == [1] + [8] * 7
 
 
@@ -207,7 +209,14 @@ def test_scores_that_are_no_numbers_leave_a_valid_tree(bad):
         log_q[..., 2] = bad
         return log_q
 
-    tree = run(WeaverBuilder(9), score, 3, 5).validate()
+    tree = run(WeaverBuilder(9, rounds=3, parents=2), score, 3, 5).validate()
+    if bad != math.inf:  # as if the candidate were not there, and taking nobody's turn
+        rest = [
+            nodes_of(tree, 0),
+            nodes_of(run(WeaverBuilder(9, rounds=3, parents=2), lambda *a: score(*a).nan_to_num(-math.inf), 3, 5), 0),
+        ]
+        assert rest[0] == rest[1]
+        assert len(rest[0]) == 9
     assert (2 in tree.token_ids[0, 1:].tolist()) == (bad == math.inf), "a probability above 1 counts as 1"
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from .configuration_weaver import AdapterConfig
 from .drafter import DraftBlock, rotate
 
-__all__ = ["AdapterScorer", "FoldedTables", "TopKAdapter", "pool_log_probs"]
+__all__ = ["AdapterScorer", "FoldedTables", "TopKAdapter", "is_plain", "pool_log_probs", "residual"]
 
 KeyValue = tuple[Tensor, Tensor]
 
@@ -265,6 +265,20 @@ def head_product(head: nn.Module, x: Tensor) -> Tensor:
     return product - head(torch.zeros_like(x[..., :1, :])) if has_bias(head) else product
 
 
+def residual(head: nn.Module, query: Tensor, ids: Tensor) -> Tensor:
+    """Rows of the head at `ids [..., K]` · `query [..., H]`, fp32 `[..., K]`; differentiable."""
+    if is_plain(head):
+        weight: Any = head.weight
+        return dot(weight, query, ids)
+    whole = head_product(head, query)  # exact too, at the price of the whole vocabulary
+    return whole.to(ids.device).gather(-1, ids).float()
+
+
+def dot(rows: Tensor, x: Tensor, ids: Tensor) -> Tensor:
+    """`rows [V, n]` at `ids [..., K]` · `x [..., n]`, in the rows' dtype (a trainer's adapter is fp32 beside a bf16 head)."""
+    return (F.embedding(ids, rows) @ x.to(rows)[..., None])[..., 0].float()
+
+
 def has_bias(head: nn.Module) -> bool:
     return getattr(head, "bias", None) is not None
 
@@ -329,11 +343,5 @@ class AdapterScorer:
     def _residual(self, states: Tensor, ids: Tensor) -> Tensor:
         """What the nodes' `states [B, W, r]` add to the logits of candidates `ids [B, W, K]`, fp32."""
         if self._tables is not None:
-            rows, query = F.embedding(ids, self._tables.rows), states
-        else:
-            query = self._adapter.query(states)
-            if not is_plain(self._head):  # exact too, at the price of the whole vocabulary
-                return head_product(self._head, query.to(self._block.hidden)).to(ids.device).float().gather(-1, ids)
-            weight: Any = self._head.weight
-            rows = F.embedding(ids, weight)
-        return (rows @ query.to(rows)[..., None])[..., 0].float()  # a trainer has them in fp32 beside a bf16 target
+            return dot(self._tables.rows, states, ids)
+        return residual(self._head, self._adapter.query(states), ids)

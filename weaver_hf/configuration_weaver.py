@@ -1,5 +1,6 @@
 """`WeaverConfig`, what a Weaver artifact says of itself, `TreeConfig`, how its trees are grown, and `AdapterConfig`."""
 
+from copy import copy
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -27,8 +28,9 @@ class TreeConfig:
             of the target: `{"0.0": [...], "1.0": [...]}`. The entry nearest to the call's temperature is used; depths
             beyond a list, and an empty dict, mean 1.
         adapter_temperature: the same for the adapter's scores, which builders `"weaver"` and `"weaver-paper"` use.
-        rounds: of builder `"weaver"`: passes of the adapter a step, the root's included. None: 16.
-        parents: nodes that each pass scores. None: a 16th of the budget, rounded up.
+        rounds: of builder `"weaver"`: passes of the adapter a step, the root's included. None: 16, or the budget if
+            that is less.
+        parents: nodes that each later pass scores. None: so many that all passes score as many nodes as are kept.
         children: candidates of a node that compete for a place in the tree. None: 16.
         pool: of both weaver builders: candidates that the adapter scores a depth. None: its `pool_size`, which is also
             the most it takes.
@@ -134,6 +136,12 @@ class AdapterConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "AdapterConfig":
         """From the `adapter` of a config.json; an unknown key is an error that names it."""
+        if not isinstance(values, dict):
+            raise CheckpointError(
+                f"adapter {values!r} in a WeaverConfig",
+                "its geometry as a dict",
+                "To load an adapter from elsewhere, call `WeaverModel.from_pretrained(drafter, adapter=...)`.",
+            )
         unknown = sorted(set(values) - {f.name for f in fields(cls)})
         if unknown:
             raise CheckpointError(
@@ -218,7 +226,7 @@ class WeaverConfig(PreTrainedConfig):
         self.layer_types = list(layer_types or ["full_attention"] * num_hidden_layers)
         self.sliding_window = sliding_window
         self.is_causal = is_causal
-        self.adapter = asdict(adapter) if isinstance(adapter, AdapterConfig) else adapter
+        self.adapter = asdict(adapter) if isinstance(adapter, AdapterConfig) else copy(adapter)
         self.adapter_initialized = adapter_initialized
         self.tree_config = asdict(tree_config) if isinstance(tree_config, TreeConfig) else dict(tree_config or {})
         if adapter is not None and adapter_initialized:

@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 from .adapter import AdapterNorm, AdapterScorer, FoldedTables, TopKAdapter
 from .checkpoints import format_of
+from .checkpoints.adapters import check_finite, load_adapter
 from .configuration_weaver import AdapterConfig, TreeConfig, WeaverConfig
 from .drafter import BlockDrafter, DraftBlock, DrafterContext, RMSNorm
 from .errors import CheckpointError, MissingDrafterError, NotAttachedError, TreeConfigError
@@ -28,6 +29,7 @@ __all__ = ["WeaverModel"]
 
 logger = logging.get_logger(__name__)
 
+_HUB = ("cache_dir", "force_download", "local_files_only", "token")
 _CONTEXT = "_weaver_context"  # on a cache: id of the Weaver and its context
 
 
@@ -61,7 +63,7 @@ class WeaverModel(PreTrainedModel):
             geometry = AdapterConfig.from_dict(config.adapter)
             assert config.hidden_size is not None, "the config has a drafter, and says so"
             self.adapter = TopKAdapter(config.hidden_size, geometry)
-            if geometry.dtype == "float32":  # also beside a drafter of half precision
+            if geometry.dtype is not None:  # not the drafter's: loading must not round it to that
                 self._keep_in_fp32_modules_strict = {"adapter"}
         self.post_init()
 
@@ -298,38 +300,39 @@ class WeaverModel(PreTrainedModel):
         """Whether there is an adapter with weights; not one that is only declared."""
         return self.adapter is not None and self.config.adapter_initialized
 
-    def init_adapter(self, config: AdapterConfig) -> "WeaverModel":
-        """Put a fresh adapter beside the drafter, in place of any other, and make `"weaver"` the builder.
+    def init_adapter(self, config: AdapterConfig, weights: dict[str, Tensor] | None = None) -> "WeaverModel":
+        """Put an adapter beside the drafter, in place of any other, and make `"weaver"` the builder.
 
-        Its `lm_head_query_in` is zero: until it is trained, the conditionals are the drafter's marginals, renormalised
-        to the pool.
+        A fresh one has a zero `lm_head_query_in`: until it is trained, the conditionals are the drafter's marginals,
+        renormalised to the pool.
 
         Args:
             config: its geometry; must fit the drafter's.
+            weights: its tensors, taken as they are; by default a fresh one is made on the Weaver's device and in its
+                dtype.
 
         Returns:
-            The Weaver itself; the adapter is on its device and in its dtype.
+            The Weaver itself.
 
         Raises:
             CheckpointError: names what does not fit.
         """
-        self._declare_adapter(config)
-        fresh = TopKAdapter(int(self.config.hidden_size), config)
-        fresh.apply(self._init_weights)
-        self.adapter = fresh.to(self.device, self.dtype)
-        return self
-
-    def _declare_adapter(self, config: AdapterConfig) -> None:
-        before = self.config.adapter
-        self.config.adapter = asdict(config)
+        before, self.config.adapter = self.config.adapter, asdict(config)
         try:
             self.config.check_adapter()
         except CheckpointError:
             self.config.adapter = before
             raise
+        adapter = TopKAdapter(int(self.config.hidden_size), config).train(self.training)
+        if weights is None:
+            adapter.apply(self._init_weights)
+            adapter.to(self.device, self.dtype)
+        else:
+            adapter.load_state_dict(weights, assign=True)
+        self.adapter, self._tables = adapter, None
         self.config.adapter_initialized = True
         self.tree_config.builder = "weaver"
-        self._tables = None
+        return self
 
     def pool_size(self, tree_config: TreeConfig) -> int:
         """Candidates a depth that the adapter scores under these settings.
@@ -355,11 +358,19 @@ class WeaverModel(PreTrainedModel):
             block: from `draft`.
             taps: of the rows that entered the target's cache last; the last row's logits chose the anchor.
             temperatures: draft temperatures of each depth.
+
+        Raises:
+            NotAttachedError: there are no taps, as in transformers' own assisted loop.
         """
         adapter, target = self.adapter, self.target
         assert adapter is not None
         assert target is not None
-        assert taps is not None
+        if taps is None:
+            raise NotAttachedError(
+                "no state of the target to start the adapter from",
+                "the states that `generate(..., assistant_model=weaver)` of the attached model reads",
+                "Call that, or set another builder.",
+            )
         embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
         if self._fold and self._tables is None:
             self._tables = FoldedTables.build(adapter, embedding, head)
@@ -383,8 +394,16 @@ class WeaverModel(PreTrainedModel):
     # ---- the artifact ------------------------------------------------------------------------------------------------
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
-        """Write `config.json` (with the current `tree_config`) and `model.safetensors`, in transformers' format."""
+        """Write `config.json` (with the current `tree_config`) and `model.safetensors`, in transformers' format.
+
+        Drafter and adapter are in the one file, each in its own dtype; an adapter that is only declared is left out.
+        """
         self.config.tree_config = asdict(self.tree_config)
+        if self.adapter is not None:
+            dtype = self.adapter.out_norm.weight.dtype
+            self.config.adapter["dtype"] = None if dtype == self.dtype else str(dtype).removeprefix("torch.")
+            if not self.config.adapter_initialized and kwargs.get("state_dict") is None:
+                kwargs["state_dict"] = {k: v for k, v in self.state_dict().items() if not k.startswith("adapter.")}
         push = kwargs.pop("push_to_hub", False)
         repo_id = kwargs.pop("repo_id", Path(save_directory).name)
         # transformers would give tensors that were read from another format their old names back.
@@ -396,21 +415,34 @@ class WeaverModel(PreTrainedModel):
             self.push_to_hub(repo_id, token=kwargs.get("token"))
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *args: Any, adapter: str | Path | None = None, **kwargs: Any
+    ) -> Any:
         """Load an artifact from a local folder or the Hub, strictly: ours, or a DFlash drafter of z-lab or speculators.
 
         Takes transformers' arguments (`revision`, `token`, `cache_dir`, `local_files_only`, ...).
+
+        Args:
+            pretrained_model_name_or_path: folder or Hub id of the drafter, or of drafter and adapter.
+            adapter: another source for the adapter: a `.pth` file of trymirai's layout, a folder or Hub id that holds
+                one (itself or in `weaver/`), or one of our artifacts with an adapter. Then the builder is `"weaver"`.
 
         Raises:
             CheckpointError: the folder is not a Weaver's, a file is damaged, or tensors are missing, unknown or of
                 another shape; the message names them.
         """
         name = str(pretrained_model_name_or_path)
+        if name.endswith(".pth"):
+            raise CheckpointError(
+                f"an adapter alone: {name}",
+                "a drafter, whose candidates it scores",
+                "Call `WeaverModel.from_pretrained(drafter, adapter=...)`.",
+            )
         wants_info = kwargs.pop("output_loading_info", False)
         kwargs.pop("ignore_mismatched_sizes", None)  # loading is strict
         ignored: list[str] = []
         if kwargs.get("config") is None:
-            hub = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+            hub = (*_HUB, "revision", "subfolder")
             described, _ = PreTrainedConfig.get_config_dict(name, **{k: kwargs[k] for k in hub if k in kwargs})
             foreign = format_of(described)
             if foreign is not None:
@@ -432,17 +464,28 @@ class WeaverModel(PreTrainedModel):
                 "whole safetensors files",
                 "Download or copy the folder again.",
             ) from error
+        absent = () if model.config.adapter_initialized else ("adapter.",)
         faults = {
-            "missing": sorted(info["missing_keys"]),
+            "missing": sorted(key for key in info["missing_keys"] if not key.startswith(absent)),
             "unknown": sorted(k for k in info["unexpected_keys"] if not any(re.match(p, k) for p in ignored)),
             "of another shape": sorted(str(key) for key in info["mismatched_keys"]),
         }
         if any(faults.values()):
+            declared = "exactly the tensors that config.json declares"
+            if any(key.startswith("adapter.") for keys in faults.values() for key in keys) and model.config.adapter:
+                declared += f", with an adapter of generation {model.config.adapter['generation']!r}"
             raise CheckpointError(
                 f"tensors {'; '.join(f'{kind}: {keys}' for kind, keys in faults.items() if keys)} in {name}",
-                "exactly the tensors that config.json declares",
+                declared,
                 "Check that weights and config.json come from the same artifact.",
             )
+        if model.has_adapter:
+            check_finite(model.adapter, name)
+            stored, asked = model.adapter.config.dtype, kwargs.get("dtype", kwargs.get("torch_dtype"))
+            if stored is not None:
+                model.adapter.to(getattr(torch, stored) if asked in (None, "auto") else model.dtype)
+        if adapter is not None:
+            load_adapter(model, str(adapter), {key: kwargs[key] for key in _HUB if key in kwargs})
         return (model, info) if wants_info else model
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Readers and writers of other people's drafter formats, one file each.
+"""Readers and writers of other people's formats, one file each: drafters, and (`trymirai`) the adapter beside one.
 
-A reader turns the format's `config.json` into a `WeaverConfig` and says how its tensors are named here; a writer makes
-a folder that its own tools load. Tensors are never changed, so going there and back is bit-identical.
+A drafter's reader turns the format's `config.json` into a `WeaverConfig` and says how its tensors are named here; a
+writer makes a folder that its own tools load. Tensors are never changed, so going there and back is bit-identical.
 """
 
 from collections.abc import Callable

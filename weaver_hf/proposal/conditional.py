@@ -29,7 +29,8 @@ class WeaverBuilder:
 
     Args:
         budget: drafted nodes a step.
-        rounds: passes of the scorer, the root's included.
+        rounds: passes of the scorer, the root's included. None: 16, or as many as the budget, which with one node a
+            round finds the best tree there is.
         parents: nodes scored in every later pass. None: enough for `rounds` passes to score as many nodes as are kept.
         children: candidates of a node that compete.
     """
@@ -42,7 +43,7 @@ class WeaverBuilder:
         self, budget: int, rounds: int | None = None, parents: int | None = None, children: int | None = None
     ) -> None:
         self.budget = budget
-        rounds = rounds or ROUNDS
+        rounds = rounds or min(ROUNDS, budget)
         self.widths = [1] + [parents or -(-budget // rounds)] * (rounds - 1)
         self.children = children or CHILDREN
 
