@@ -11,12 +11,13 @@ import torch.nn as nn
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging
 
 from .checkpoints import format_of
 from .configuration_weaver import TreeConfig, WeaverConfig
+from .custom_generate import decode, write_door
 from .drafter import BlockDrafter, DraftBlock, DrafterContext, RMSNorm
 from .errors import CheckpointError, MissingDrafterError, NotAttachedError
 from .stats import GenerationStats
@@ -52,6 +53,7 @@ class WeaverModel(PreTrainedModel):
         self.tree_config = TreeConfig(**config.tree_config)
         self.stats: GenerationStats | None = None
         self._target: weakref.ref[PreTrainedModel] | None = None
+        self._pushes_door = False
         self.drafter = BlockDrafter(config) if config.num_hidden_layers else None
         self.post_init()
 
@@ -102,6 +104,41 @@ class WeaverModel(PreTrainedModel):
             detach(self.target, self)
         self._target = None
         return self
+
+    def custom_generate(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        inputs_tensor: Tensor | None = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """Decode a model that carries no Weaver: `model.generate(..., custom_generate=weaver.custom_generate)`.
+
+        `generate` calls it with what it has prepared. The Weaver is attached for the call alone. What
+        `generate(..., assistant_model=weaver)` supports and refuses holds here too, with one exception of transformers'
+        making: it keeps `tokenizer` from callables, so that `stop_strings` and `token_healing` raise its own error.
+
+        Returns:
+            The sequences, or a `ModelOutput` with `stats` under `return_dict_in_generate=True`.
+
+        Raises:
+            UnsupportedOptionError: an option that tree decoding does not support.
+            UnsupportedModelError: the model's family is not supported.
+            NotAttachedError: the Weaver is attached to another model.
+        """
+        return decode(
+            self,
+            model,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            inputs_tensor,
+            **model_kwargs,
+        )
 
     def _check_fits(self, target: PreTrainedModel) -> None:
         """Compare what the config declares with the target; None declares nothing."""
@@ -288,7 +325,14 @@ class WeaverModel(PreTrainedModel):
     # ---- the artifact ------------------------------------------------------------------------------------------------
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
-        """Write `config.json` (with the current `tree_config`) and `model.safetensors`, in transformers' format."""
+        """Write `config.json` (with the current `tree_config`) and `model.safetensors`, in transformers' format.
+
+        Args:
+            save_directory: the folder.
+            kwargs: transformers' own, and `custom_generate=True` for `custom_generate/generate.py` beside them, so that
+                `model.generate(..., custom_generate=folder, trust_remote_code=True)` decodes with this Weaver.
+        """
+        with_door = kwargs.pop("custom_generate", self._pushes_door)
         self.config.tree_config = asdict(self.tree_config)
         push = kwargs.pop("push_to_hub", False)
         repo_id = kwargs.pop("repo_id", Path(save_directory).name)
@@ -297,8 +341,20 @@ class WeaverModel(PreTrainedModel):
         if next(self.parameters(), None) is None:
             # transformers writes no file for no tensors; an empty one keeps loading uniform and strict.
             save_file({}, Path(save_directory) / "model.safetensors", metadata={"format": "pt"})
-        if push:  # after the file above, which transformers' own push would miss
-            self.push_to_hub(repo_id, token=kwargs.get("token"))
+        if with_door:
+            write_door(save_directory)
+        if push:  # after the files above, which transformers' own push would miss
+            self.push_to_hub(repo_id, custom_generate=with_door, token=kwargs.get("token"))
+
+    def push_to_hub(self, repo_id: str, *, custom_generate: bool = False, **kwargs: Any) -> str:
+        """Upload what `save_pretrained` writes; `custom_generate=True` adds that layout and the Hub's tag for it."""
+        if custom_generate:
+            kwargs["tags"] = [*(kwargs.get("tags") or []), "custom_generate"]
+        self._pushes_door = custom_generate  # transformers' push saves without arguments of ours
+        try:
+            return super().push_to_hub(repo_id, **kwargs)
+        finally:
+            self._pushes_door = False
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
