@@ -10,7 +10,7 @@ import huggingface_hub
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from support import OracleBuilder, prompt_ids, random_weaver, tiny_dense_model, tiny_random_model
+from support import SAMPLES, OracleBuilder, prompt_ids, random_weaver, tiny_dense_model, tiny_random_model
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
@@ -22,11 +22,10 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import weaver_hf.custom_generate
-from weaver_hf import WeaverConfig, WeaverModel
+from weaver_hf import WeaverConfig, WeaverModel, errors
 from weaver_hf.errors import (
     CheckpointError,
     NotAttachedError,
-    SamplingNotSupportedError,
     UnsupportedModelError,
     UnsupportedOptionError,
 )
@@ -279,7 +278,6 @@ def test_a_peft_wrapped_model_decodes(model, door):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"do_sample": True}, "do_sample"),  # until sampling lands
         ({"num_beams": 2}, "num_beams=2"),
         ({"use_cache": False}, "use_cache=False"),
         ({"cache_implementation": "static"}, "cache_implementation='static'"),
@@ -290,11 +288,25 @@ def test_a_peft_wrapped_model_decodes(model, door):
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
 def test_refusals_are_those_of_an_attached_weaver_and_leave_the_model_stock(model, door, options, match):
-    error = SamplingNotSupportedError if "do_sample" in options else UnsupportedOptionError
-    with pytest.raises(error, match=match):
+    with pytest.raises(UnsupportedOptionError, match=match):
         model.generate(prompt_ids(), **{**OPTIONS, **door, **options})
     assert_stock(model)
     assert torch.equal(model.generate(prompt_ids(), **OPTIONS), tiny_random_model().generate(prompt_ids(), **OPTIONS))
+
+
+def test_sampling_through_a_door_is_that_of_an_attached_weaver(model, door):
+    options = {"max_new_tokens": NEW, "do_sample": True, "temperature": 1.3}
+    attached = tiny_random_model()
+    weaver = make_weaver().attach(attached)
+    if not SAMPLES:
+        with pytest.raises(errors.SamplingNotSupportedError):
+            model.generate(PROMPT, **door, **options)
+        return
+    texts = []
+    for target, way in ((attached, {"assistant_model": weaver}), (model, door)):
+        torch.manual_seed(7)
+        texts.append(target.generate(PROMPT, **way, **options))
+    assert torch.equal(*texts)
 
 
 def test_a_second_assistant_is_refused(model, door):
