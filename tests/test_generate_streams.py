@@ -7,7 +7,7 @@ import pytest
 from transformers import AsyncTextIteratorStreamer, TextIteratorStreamer, TextStreamer
 
 PROMPT = "Once upon a time"
-OPTIONS = {"max_new_tokens": 24, "do_sample": False}
+OPTIONS = {"max_new_tokens": 14, "do_sample": False}
 
 
 @pytest.fixture

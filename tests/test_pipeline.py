@@ -11,7 +11,7 @@ from weaver_hf import errors
 from weaver_hf.target.compat import CACHE_KEY
 from weaver_hf.tiny import WEAVER
 
-GREEDY = {"max_new_tokens": 20, "do_sample": False}
+GREEDY = {"max_new_tokens": 12, "do_sample": False}
 CHAT = [{"role": "user", "content": "How are you?"}]
 
 
@@ -70,9 +70,9 @@ def test_a_pipeline_decodes_with_a_weaver_by_its_path(trio, plain_pipe, tmp_path
 @pytest.mark.parametrize(
     "fields",
     [
-        {"max_new_tokens": 20, "repetition_penalty": 1.3, "do_sample": False},
+        {"max_new_tokens": 12, "repetition_penalty": 1.3, "do_sample": False},
         {"max_length": 15, "sequence_bias": [[[500], 3.0]], "eos_token_id": [2, 11]},
-        {"max_new_tokens": 12, "output_logits": True, "output_scores": True, "return_dict_in_generate": True},
+        {"max_new_tokens": 8, "output_logits": True, "output_scores": True, "return_dict_in_generate": True},
     ],
     ids=lambda fields: "-".join(fields),
 )
