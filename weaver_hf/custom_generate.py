@@ -97,10 +97,18 @@ def decode(
     inputs_tensor: Tensor | None = None,
     **model_kwargs: Any,
 ) -> Any:
-    """The callable behind `WeaverModel.custom_generate`: a decoding method in the sense of transformers.
+    """Decode a model that carries no Weaver: `model.generate(..., custom_generate=weaver.custom_generate)`.
+
+    A method of `WeaverModel`, which `generate` calls as its decoding method with what it has prepared. What
+    `generate(..., assistant_model=weaver)` supports and refuses holds here too, with one exception of transformers'
+    making: it keeps `tokenizer` from callables, so that `stop_strings` and `token_healing` raise its own error.
+
+    Returns:
+        The sequences, or a `ModelOutput` with `stats` under `return_dict_in_generate=True`.
 
     Raises:
         UnsupportedOptionError: an option that tree decoding does not support.
+        UnsupportedModelError: the model's family is not supported.
         NotAttachedError: the Weaver is attached to another model.
     """
     # transformers drops these where `custom_generate` is a callable. A dropped streamer would leave its reader waiting.

@@ -11,7 +11,7 @@ import torch.nn as nn
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedConfig, PreTrainedModel, StoppingCriteriaList
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging
 
@@ -105,40 +105,8 @@ class WeaverModel(PreTrainedModel):
         self._target = None
         return self
 
-    def custom_generate(
-        self,
-        model: Any,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        inputs_tensor: Tensor | None = None,
-        **model_kwargs: Any,
-    ) -> Any:
-        """Decode a model that carries no Weaver: `model.generate(..., custom_generate=weaver.custom_generate)`.
-
-        `generate` calls it with what it has prepared. The Weaver is attached for the call alone. What
-        `generate(..., assistant_model=weaver)` supports and refuses holds here too, with one exception of transformers'
-        making: it keeps `tokenizer` from callables, so that `stop_strings` and `token_healing` raise its own error.
-
-        Returns:
-            The sequences, or a `ModelOutput` with `stats` under `return_dict_in_generate=True`.
-
-        Raises:
-            UnsupportedOptionError: an option that tree decoding does not support.
-            UnsupportedModelError: the model's family is not supported.
-            NotAttachedError: the Weaver is attached to another model.
-        """
-        return decode(
-            self,
-            model,
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            inputs_tensor,
-            **model_kwargs,
-        )
+    #: `model.generate(..., custom_generate=weaver.custom_generate)` decodes a model that carries no Weaver.
+    custom_generate = decode
 
     def _check_fits(self, target: PreTrainedModel) -> None:
         """Compare what the config declares with the target; None declares nothing."""
