@@ -275,7 +275,7 @@ def residual(head: nn.Module, query: Tensor, ids: Tensor) -> Tensor:
 
 
 def dot(rows: Tensor, x: Tensor, ids: Tensor) -> Tensor:
-    """`rows [V, n]` at `ids [..., K]` · `x [..., n]`, in the rows' dtype (a trainer's adapter is fp32 beside a bf16 head)."""
+    """`rows [V, n]` at `ids [..., K]` · `x [..., n]`, in the dtype of the rows; fp32 `[..., K]`."""
     return (F.embedding(ids, rows) @ x.to(rows)[..., None])[..., 0].float()
 
 

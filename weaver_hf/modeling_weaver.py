@@ -19,6 +19,7 @@ from .adapter import AdapterNorm, AdapterScorer, FoldedTables, TopKAdapter
 from .checkpoints import format_of
 from .checkpoints.adapters import check_finite, load_adapter
 from .configuration_weaver import AdapterConfig, TreeConfig, WeaverConfig
+from .custom_generate import decode, write_door
 from .drafter import BlockDrafter, DraftBlock, DrafterContext, RMSNorm
 from .errors import CheckpointError, MissingDrafterError, NotAttachedError, TreeConfigError
 from .stats import GenerationStats
@@ -55,6 +56,7 @@ class WeaverModel(PreTrainedModel):
         self.tree_config = TreeConfig(**config.tree_config)
         self.stats: GenerationStats | None = None
         self._target: weakref.ref[PreTrainedModel] | None = None
+        self._pushes_door = False
         self.drafter = BlockDrafter(config) if config.num_hidden_layers else None
         self.adapter: TopKAdapter | None = None
         self._fold = False
@@ -118,6 +120,9 @@ class WeaverModel(PreTrainedModel):
             detach(self.target, self)
         self._target, self._fold, self._tables = None, False, None
         return self
+
+    #: `model.generate(..., custom_generate=weaver.custom_generate)` decodes a model that carries no Weaver.
+    custom_generate = decode
 
     def _check_fits(self, target: PreTrainedModel) -> None:
         """Compare what the config declares with the target; None declares nothing."""
@@ -397,7 +402,13 @@ class WeaverModel(PreTrainedModel):
         """Write `config.json` (with the current `tree_config`) and `model.safetensors`, in transformers' format.
 
         Drafter and adapter are in the one file, each in its own dtype; an adapter that is only declared is left out.
+
+        Args:
+            save_directory: the folder.
+            kwargs: transformers' own, and `custom_generate=True` for `custom_generate/generate.py` beside them, so that
+                `model.generate(..., custom_generate=folder, trust_remote_code=True)` decodes with this Weaver.
         """
+        with_door = kwargs.pop("custom_generate", self._pushes_door)
         self.config.tree_config = asdict(self.tree_config)
         if self.adapter is not None:
             dtype = self.adapter.out_norm.weight.dtype
@@ -411,8 +422,20 @@ class WeaverModel(PreTrainedModel):
         if next(self.parameters(), None) is None:
             # transformers writes no file for no tensors; an empty one keeps loading uniform and strict.
             save_file({}, Path(save_directory) / "model.safetensors", metadata={"format": "pt"})
-        if push:  # after the file above, which transformers' own push would miss
-            self.push_to_hub(repo_id, token=kwargs.get("token"))
+        if with_door:
+            write_door(save_directory)
+        if push:  # after the files above, which transformers' own push would miss
+            self.push_to_hub(repo_id, custom_generate=with_door, token=kwargs.get("token"))
+
+    def push_to_hub(self, repo_id: str, *, custom_generate: bool = False, **kwargs: Any) -> str:
+        """Upload what `save_pretrained` writes; `custom_generate=True` adds that layout and the Hub's tag for it."""
+        if custom_generate:
+            kwargs["tags"] = [*(kwargs.get("tags") or []), "custom_generate"]
+        self._pushes_door = custom_generate  # transformers' push saves without arguments of ours
+        try:
+            return super().push_to_hub(repo_id, **kwargs)
+        finally:
+            self._pushes_door = False
 
     @classmethod
     def from_pretrained(

@@ -24,13 +24,14 @@ if TYPE_CHECKING:
 
 __all__ = ["check_inputs", "check_options", "check_prefill", "require_attached"]
 
-# Other ways to assist a generation, and a lossy one: an option beside `assistant_model=weaver` would be ignored.
+# Other ways to assist or to decode, and a lossy one: beside `assistant_model=weaver` they would be ignored.
 _RIVALS = (
     "prompt_lookup_num_tokens",
     "assistant_early_exit",
     "use_mtp",
     "speculation_type",
     "assistant_ensemble_weight",
+    "dola_layers",
 )
 
 # Options of transformers' own assistants and caches that would have no effect here, and what has.
@@ -39,6 +40,9 @@ _UNUSED = {
     "num_assistant_tokens_schedule": "set `weaver.tree_config.budget`",
     "assistant_confidence_threshold": "set `weaver.tree_config.budget`",
     "max_matching_ngram_size": "the suffix builder takes the longest match",
+    "assistant_lookbehind": "a Weaver drafts in the target's own tokens",
+    "target_lookbehind": "a Weaver drafts in the target's own tokens",
+    "is_assistant": "the model that `generate` is called on is the target",
     "compile_config": "the step runs eagerly",
     "cache_config": "the cache is the dynamic one",
 }
@@ -46,6 +50,9 @@ _STOCK_DEFAULTS = {
     "num_assistant_tokens": 20,
     "num_assistant_tokens_schedule": "constant",
     "assistant_confidence_threshold": 0.4,
+    "assistant_lookbehind": 10,
+    "target_lookbehind": 10,
+    "is_assistant": False,
 }
 
 
@@ -95,7 +102,7 @@ def check_options(
     for name in _RIVALS:
         if value := getattr(config, name):
             raise UnsupportedOptionError(
-                f"{name}={value!r} beside a Weaver", "one kind of assistance", f"Drop `{name}` or `assistant_model`."
+                f"{name}={value!r} beside a Weaver", "one way to decode", f"Drop `{name}` or `assistant_model`."
             )
     if "assistant_tokenizer" in mode_kwargs:
         raise UnsupportedOptionError(
@@ -148,9 +155,9 @@ def check_prefill(cache: Cache, sequences: Tensor, config: GenerationConfig, mod
     """Check that the cache holds exactly the text after the prefill: trees would be verified at wrong places otherwise.
 
     Raises:
-        UnsupportedModelError: something put other rows into it, e.g. learned prompt tokens of a PEFT adapter, or a
-        chunked
-            prefill that fed a continued cache its old text again (transformers before 5.24).
+        UnsupportedModelError: something put other rows into it, e.g. learned prompt tokens of a PEFT adapter, a chunked
+            prefill that fed a continued cache its old text again (transformers before 5.24), or token healing, which
+            drops special tokens from the prompt and leaves its mask as it was.
     """
     mask = model_kwargs.get("attention_mask")
     length = mask.shape[1] if mask is not None else getattr(config, "_mask_length", sequences.shape[1])
@@ -158,5 +165,6 @@ def check_prefill(cache: Cache, sequences: Tensor, config: GenerationConfig, mod
         raise UnsupportedModelError(
             f"{cache.get_seq_length()} rows in the cache after the prefill",
             f"{length}, one for each token of the text",
-            "Drop prompt-learning adapters, and `prefill_chunk_size` together with a continued cache.",
+            "Drop prompt-learning adapters, `prefill_chunk_size` together with a continued cache, and `token_healing` "
+            "of a prompt with special tokens.",
         )
