@@ -31,11 +31,11 @@ from .blocks import (
     LossConfig,
     accepted_tokens,
     make_blocks,
+    rows_before,
     run_blocks,
     sample_anchors,
     slot_weights,
     target_pass,
-    target_probabilities,
 )
 from .data import Sequences
 from .drafter import DEV_ANCHORS, FITTED_AT, fit_depths
@@ -152,12 +152,27 @@ def pools(
         anchors,
         depths,
     )
-    logits = target.get_output_embeddings()(hidden.to(target.dtype)).float()
+    logits = target.get_output_embeddings()(hidden.to(target.dtype))
     top, token_ids = logits.topk(weaver.adapter.config.pool_size, -1)
     tokens = torch.cat([ids.gather(1, anchors)[..., None], blocks.labels[..., :-1]], -1)
-    probs = target_probabilities(target_logits, blocks, batch["temperatures"]).gather(-1, token_ids) if law else None
-    draft = DraftBlock(hidden, token_ids, top, top)
+    probs = candidate_probabilities(target_logits, blocks, token_ids, batch["temperatures"]) if law else None
+    draft = DraftBlock(hidden, token_ids, top.float(), top.float())
     return PoolBatch(blocks, states_before(taps, anchors), draft, tokens, probs)
+
+
+def candidate_probabilities(
+    target_logits: Tensor, blocks: BlockBatch, token_ids: Tensor, temperatures: Tensor
+) -> Tensor:
+    """The target's probabilities of candidates `[B, A, D, K]` under its whole vocabulary, at the sequence's temperature.
+
+    The same numbers as `target_probabilities`, without a row of the vocabulary for each depth of each block.
+    """
+    warm = temperatures.clamp(min=1e-3)[:, None, None]
+    scaled = target_logits.float() / warm  # [B, S, V]
+    rows = torch.arange(len(scaled), device=scaled.device)[:, None, None]
+    places = rows_before(blocks, scaled.shape[1])  # [B, A, D]
+    chosen = scaled[rows[..., None], places[..., None], token_ids]
+    return (chosen - scaled.logsumexp(-1)[rows, places][..., None]).exp()
 
 
 def states_before(taps: TapStates, anchors: Tensor) -> Tensor:
