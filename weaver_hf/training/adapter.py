@@ -163,7 +163,7 @@ def pools(
 def candidate_probabilities(
     target_logits: Tensor, blocks: BlockBatch, token_ids: Tensor, temperatures: Tensor
 ) -> Tensor:
-    """The target's probabilities of candidates `[B, A, D, K]` under its whole vocabulary, at the sequence's temperature.
+    """The target's probabilities of candidates `[B, A, D, K]` in its whole vocabulary, at the sequence's temperature.
 
     The same numbers as `target_probabilities`, without a row of the vocabulary for each depth of each block.
     """
