@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from .acceptance import RULES
 from .errors import CheckpointError, TreeConfigError
 
 __all__ = ["TreeConfig", "WeaverConfig"]
@@ -20,10 +21,19 @@ class TreeConfig:
     Attributes:
         builder: name of the rule that grows the tree. `"suffix"`: matches of the current suffix earlier in the text;
             `"chain"`: the drafter's best token of each depth; `"marginal"`: the best paths of its marginals.
-        budget: drafted nodes a step, the root not counted. None: 63 on an accelerator, 15 on a CPU.
+        budget: drafted nodes a step, the root not counted. None: 63 on an accelerator, 15 on a CPU. 0 drafts nothing:
+            plain decoding, one token a pass, with the same noise.
+        acceptance: how sampled text is accepted. `"sample"`: the target draws at each node, and the matching child is
+            followed. `"coupled"`: the same draws, and the builder is told the noise, so that it can guess them; for
+            builders that score the vocabulary (all but `"suffix"`). None: `"coupled"` where the builder can, otherwise
+            `"sample"`. `"lossy_margin"`, also under greedy decoding: a drafted token that the target finds nearly as
+            good as its choice is taken instead, so the text is not the target's; `stats.lossy` says so.
+        lossy_margin: of that rule, in nats.
         draft_temperature: a divisor of the drafter's logits for each depth, fitted on a dev split for each temperature
             of the target: `{"0.0": [...], "1.0": [...]}`. The entry nearest to the call's temperature is used; depths
-            beyond a list, and an empty dict, mean 1.
+            beyond a list mean 1. Where nothing is fitted, the call's own temperature (1 for greedy decoding).
+        coupling_temperature: in the same form, the divisor of coupled scores (`scoring.candidate_log_probs`); where
+            nothing is fitted, 1.
 
     Raises:
         TreeConfigError: on assignment of a value that cannot be used.
@@ -31,16 +41,27 @@ class TreeConfig:
 
     builder: str = "suffix"
     budget: int | None = None
+    acceptance: str | None = None
+    lossy_margin: float = 0.3
     draft_temperature: dict[str, list[float]] = field(default_factory=dict)
+    coupling_temperature: dict[str, list[float]] = field(default_factory=dict)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        usable = value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
+        usable = value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0)
         if name == "budget" and not usable:
             raise TreeConfigError(
-                f"budget {value!r}", "an integer of at least 1, or None", "Set `weaver.tree_config.budget = 15`."
+                f"budget {value!r}", "an integer of at least 0, or None", "Set `weaver.tree_config.budget = 15`."
             )
-        if name == "draft_temperature":
-            _check_temperatures(value)
+        if name == "acceptance" and value is not None and value not in RULES:
+            raise TreeConfigError(
+                f"acceptance {value!r}", f"one of {list(RULES)}, or None", "Set `weaver.tree_config.acceptance = None`."
+            )
+        if name == "lossy_margin" and not (isinstance(value, int | float) and value >= 0):
+            raise TreeConfigError(
+                f"lossy_margin {value!r}", "nats, at least 0", "Set `weaver.tree_config.lossy_margin = 0.3`."
+            )
+        if name in ("draft_temperature", "coupling_temperature"):
+            _check_temperatures(name, value)
         object.__setattr__(self, name, value)
 
     def nodes_on(self, device_type: str) -> int:
@@ -51,23 +72,31 @@ class TreeConfig:
 
     def temperatures_at(self, temperature: float, depths: int) -> list[float]:
         """The draft temperature of each depth for a target temperature (0 for greedy decoding)."""
-        if not self.draft_temperature:
-            return [1.0] * depths
-        nearest = min(self.draft_temperature, key=lambda key: abs(float(key) - temperature))
-        fitted = self.draft_temperature[nearest][:depths]
-        return [*fitted, *[1.0] * (depths - len(fitted))]
+        return _nearest(self.draft_temperature, temperature, depths, otherwise=temperature or 1.0)
+
+    def couplings_at(self, temperature: float, depths: int) -> list[float]:
+        """The coupling temperature of each depth for a target temperature."""
+        return _nearest(self.coupling_temperature, temperature, depths, otherwise=1.0)
 
 
-def _check_temperatures(value: Any) -> None:
+def _nearest(table: dict[str, list[float]], temperature: float, depths: int, otherwise: float) -> list[float]:
+    """The entry of the nearest temperature, one value a depth."""
+    if not table:
+        return [otherwise] * depths
+    fitted = table[min(table, key=lambda key: abs(float(key) - temperature))][:depths]
+    return [*fitted, *[1.0] * (depths - len(fitted))]
+
+
+def _check_temperatures(name: str, value: Any) -> None:
     try:
         good = all(float(key) >= 0 and all(t > 0 for t in row) for key, row in value.items())
     except (AttributeError, TypeError, ValueError):
         good = False
     if not good:
         raise TreeConfigError(
-            f"draft_temperature {value!r}",
+            f"{name} {value!r}",
             "positive numbers, a list for each target temperature",
-            'Set e.g. `weaver.tree_config.draft_temperature = {"0.0": [1.0] * 15}`.',
+            f'Set e.g. `weaver.tree_config.{name} = {{"0.0": [1.0] * 15}}`.',
         )
 
 

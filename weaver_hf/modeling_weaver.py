@@ -2,6 +2,7 @@
 
 import re
 import weakref
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch.nn as nn
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import LogitsProcessor, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging
 
@@ -19,6 +20,8 @@ from .checkpoints import format_of
 from .configuration_weaver import TreeConfig, WeaverConfig
 from .drafter import BlockDrafter, DraftBlock, DrafterContext, RMSNorm
 from .errors import CheckpointError, MissingDrafterError, NotAttachedError
+from .noise import GumbelField
+from .scoring import candidate_log_probs
 from .stats import GenerationStats
 from .target.attach import attach, attachment_of, detach, head_device, unwrap
 from .target.taps import TapSink, TapStates
@@ -246,7 +249,17 @@ class WeaverModel(PreTrainedModel):
             context.append(self.drafter.context_rows(taps.features, positions.expand(len(taps.features), -1)))
 
     @torch.no_grad()
-    def draft(self, anchors: Tensor, context: DrafterContext, temperatures: list[float], pool: int) -> DraftBlock:
+    def draft(
+        self,
+        anchors: Tensor,
+        context: DrafterContext,
+        temperatures: list[float],
+        pool: int,
+        *,
+        processors: Sequence[LogitsProcessor] = (),
+        field: GumbelField | None = None,
+        coupling_temperatures: list[float] | None = None,
+    ) -> DraftBlock:
         """One pass: the best `pool` tokens of each depth behind the anchors, by the target's embedding and head.
 
         Args:
@@ -254,11 +267,15 @@ class WeaverModel(PreTrainedModel):
             context: what the drafter knows of the text before them.
             temperatures: of each depth; a block has at most `len(temperatures)` depths.
             pool: candidates kept a depth.
+            processors, field, coupling_temperatures: for coupled drafts, see `candidate_log_probs`: the target's
+                filters, the noise that it draws with from the token behind the anchor on, and tau of each depth. The
+                pool is then chosen by the perturbed scores, over the whole vocabulary.
         """
         drafter, target = self.drafter, self.target
         assert drafter is not None
         assert target is not None
         depths = min(self.config.block_size - 1, len(temperatures))
+        taus = coupling_temperatures or [1.0] * depths
         masks = torch.full_like(anchors, self.config.mask_token_id).expand(-1, self.config.block_size - 1)
         noise = target.get_input_embeddings()(torch.cat([anchors, masks], 1))[:, None]
         positions = context.next_position + torch.arange(self.config.block_size, device=anchors.device)
@@ -267,8 +284,10 @@ class WeaverModel(PreTrainedModel):
             :, 0, 1 : depths + 1
         ]
         logits = target.get_output_embeddings()(hidden).float()  # [B, D, V]
-        scaled = logits / torch.tensor(temperatures[:depths], device=logits.device)[:, None]
-        log_probs, token_ids = scaled.log_softmax(-1).clamp(max=0).topk(min(pool, logits.shape[-1]), -1)
+        divisors = [torch.tensor(t[:depths], device=logits.device)[:, None] for t in (temperatures, taus)]
+        gumbels = None if field is None else field.rows(depths, logits.shape[-1])
+        log_probs = candidate_log_probs(logits, divisors[0], processors, gumbels, divisors[1])
+        log_probs, token_ids = log_probs.topk(min(pool, logits.shape[-1]), -1)
         return DraftBlock(hidden, token_ids, logits.gather(-1, token_ids), log_probs)
 
     @property

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from ..drafter import DraftBlock
+from ..noise import GumbelField
 from ..target.taps import TapStates
 from ..tree import TokenTree
 
@@ -25,12 +26,14 @@ class DraftContext:
             accepted path); None where the Weaver has no taps.
         device: where the tree belongs.
         block: what the block drafter proposes; None where the Weaver has no drafter.
+        noise: what the target will draw with, from the token behind the anchor on; None for trees built without it.
     """
 
     history: Sequence[Sequence[int]]
     taps: TapStates | None
     device: torch.device
     block: DraftBlock | None = None
+    noise: GumbelField | None = None
 
     @cached_property
     def anchors(self) -> torch.Tensor:
