@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 
+import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -267,3 +268,16 @@ def random_weaver(**overrides) -> WeaverModel:
         for parameter in weaver.parameters():
             parameter.copy_(torch.randn_like(parameter) * (0.15 if parameter.ndim > 1 else 0.3) + (parameter.ndim == 1))
     return weaver
+
+
+def chi_square_p(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
+    """How probable counts at least as far from a law are under it; cells of fewer than 10 expected are pooled."""
+    counts, expected = counts.double().flatten(), probabilities.double().flatten() * counts.sum()
+    assert float(expected.sum()) == pytest.approx(float(counts.sum())), "the law covers everything that was drawn"
+    assert not counts[expected == 0].any(), "something was drawn that the law excludes"
+    order = expected.argsort()
+    pooled = int((expected[order].cumsum(0) < 10).sum()) + 1  # the smallest ones, until together they reach 10
+    pooled = max(pooled, int((expected < 10).sum()))
+    cells = [torch.cat([x[order[:pooled]].sum()[None], x[order[pooled:]]]) for x in (counts, expected)]
+    statistic = ((cells[0] - cells[1]) ** 2 / cells[1]).sum()
+    return float(torch.special.gammaincc(torch.tensor((len(cells[0]) - 1) / 2.0).double(), statistic / 2))
