@@ -270,14 +270,20 @@ def random_weaver(**overrides) -> WeaverModel:
     return weaver
 
 
-def chi_square_p(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
-    """How probable counts at least as far from a law are under it; cells of fewer than 10 expected are pooled."""
-    counts, expected = counts.double().flatten(), probabilities.double().flatten() * counts.sum()
+def chi_square_p(counts: torch.Tensor, law: torch.Tensor) -> float:
+    """How probable counts at least as far from a law are under it; neighbouring cells are pooled up to 10 expected."""
+    counts, expected = counts.double().flatten(), law.double().flatten() * counts.sum()
     assert float(expected.sum()) == pytest.approx(float(counts.sum())), "the law covers everything that was drawn"
     assert not counts[expected == 0].any(), "something was drawn that the law excludes"
-    order = expected.argsort()
-    pooled = int((expected[order].cumsum(0) < 10).sum()) + 1  # the smallest ones, until together they reach 10
-    pooled = max(pooled, int((expected < 10).sum()))
-    cells = [torch.cat([x[order[:pooled]].sum()[None], x[order[pooled:]]]) for x in (counts, expected)]
-    statistic = ((cells[0] - cells[1]) ** 2 / cells[1]).sum()
-    return float(torch.special.gammaincc(torch.tensor((len(cells[0]) - 1) / 2.0).double(), statistic / 2))
+    pools = [[0.0, 0.0]]
+    for count, mean in zip(counts.tolist(), expected.tolist()):
+        if pools[-1][1] >= 10:
+            pools.append([0.0, 0.0])
+        pools[-1][0] += count
+        pools[-1][1] += mean
+    if pools[-1][1] < 10:
+        last = pools.pop()
+        pools[-1] = [pools[-1][0] + last[0], pools[-1][1] + last[1]]
+    statistic = sum((count - mean) ** 2 / mean for count, mean in pools)
+    freedom = torch.tensor((len(pools) - 1) / 2.0).double()
+    return float(torch.special.gammaincc(freedom, torch.tensor(statistic / 2).double()))
