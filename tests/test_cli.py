@@ -70,12 +70,24 @@ def test_bench_writes_a_table_and_json(tmp_path):
         (["demo", "--target", "/no/such/[bold]folder"], "/no/such/[bold]folder"),
         (["demo", "--target", str(WEAVER)], "no causal language model"),
         (["demo", "--prompt", "", "--raw"], "a prompt of 0 tokens"),
-        (["demo", "--budget", "0"], "at least 1"),
+        (["demo", "--budget", "-1"], "at least 0"),
         (["bench", "--domain", "poetry"], "poetry"),
         (["bench", "--builder", "oak", "--prompts", "1", "--domain", "math", "--max-new-tokens", "2"], "builder 'oak'"),
         (
-            ["bench", "--temperature", "1", "--prompts", "1", "--domain", "math", "--max-new-tokens", "2"],
-            "do_sample=True",
+            [
+                "bench",
+                "--temperature",
+                "1",
+                "--acceptance",
+                "oak",
+                "--prompts",
+                "1",
+                "--domain",
+                "math",
+                "--max-new-tokens",
+                "2",
+            ],
+            "acceptance 'oak'",
         ),
     ],
     ids=[
@@ -86,7 +98,7 @@ def test_bench_writes_a_table_and_json(tmp_path):
         "budget",
         "domain",
         "builder",
-        "temperature",
+        "acceptance",
     ],
 )
 def test_a_users_error_is_a_message_and_no_traceback(arguments, message):

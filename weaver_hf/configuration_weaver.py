@@ -12,6 +12,7 @@ __all__ = ["TreeConfig", "WeaverConfig"]
 
 DEFAULT_BUDGET = 63  # with the root 64 rows, which fills a tile of the matrix units
 DEFAULT_BUDGET_CPU = 15  # on a CPU rows are not free
+DEFAULT_COUPLING = 1.2  # what the embedded drafter is fitted to at temperature 1; it shapes trees, never a text
 
 
 @dataclass(slots=True)
@@ -32,8 +33,8 @@ class TreeConfig:
         draft_temperature: a divisor of the drafter's logits for each depth, fitted on a dev split for each temperature
             of the target: `{"0.0": [...], "1.0": [...]}`. The entry nearest to the call's temperature is used; depths
             beyond a list mean 1. Where nothing is fitted, the call's own temperature (1 for greedy decoding).
-        coupling_temperature: in the same form, the divisor of coupled scores (`scoring.candidate_log_probs`); where
-            nothing is fitted, 1.
+        coupling_temperature: in the same form, tau of coupled scores (`scoring.candidate_log_probs`), which are made at
+            the call's own temperature; `training.coupling.fit_coupling` fits it. Where nothing is fitted, 1.2.
 
     Raises:
         TreeConfigError: on assignment of a value that cannot be used.
@@ -76,7 +77,7 @@ class TreeConfig:
 
     def couplings_at(self, temperature: float, depths: int) -> list[float]:
         """The coupling temperature of each depth for a target temperature."""
-        return _nearest(self.coupling_temperature, temperature, depths, otherwise=1.0)
+        return _nearest(self.coupling_temperature, temperature, depths, otherwise=DEFAULT_COUPLING)
 
 
 def _nearest(table: dict[str, list[float]], temperature: float, depths: int, otherwise: float) -> list[float]:

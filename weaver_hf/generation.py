@@ -297,7 +297,10 @@ class WeaverCandidateGenerator(CandidateGenerator):
         self.margin = self.tree_config.lossy_margin if self.tree_config.acceptance == LOSSY else None
         temperature = (generation_config.temperature or 1.0) if generation_config.do_sample else 0.0
         depths = weaver.config.block_size - 1
-        self._temperatures = self.tree_config.temperatures_at(temperature, depths)
+        # Given the noise, the drafter stands in for the target itself, at the target's temperature: what is left to fit
+        # is how far it can be trusted. Without it, its temperatures make it calibrated.
+        fitted = self.tree_config.temperatures_at(temperature, depths)
+        self._temperatures = [temperature] * depths if self.coupled else fitted
         self._coupling = self.tree_config.couplings_at(temperature, depths)
         self._processors = drafter_processors(processors)
 

@@ -53,7 +53,7 @@ def process_nodes(processors: Sequence[LogitsProcessor], sequences: Tensor, logi
 def drafter_processors(processors: Sequence[LogitsProcessor]) -> LogitsProcessorList:
     """Those of the target's processors that a drafter applies to its own scores: the known filters.
 
-    Not the temperature, which the draft temperatures stand for.
+    Not the temperature, which a drafter applies itself, depth by depth.
     """
     return LogitsProcessorList([processor for processor in processors if type(processor) in _FILTERS])
 
@@ -70,7 +70,8 @@ def candidate_log_probs(
     Without noise: `log_softmax(logits / temperature)`, after the target's filters. Coupled, i.e. given the noise G with
     which the target will draw: `log_softmax((log q + G) / tau)`, the probability that the draw falls on the token. The
     target draws the largest `log p + G`, so with q = p the best candidate is the draw itself; the worse q is, the
-    larger the fitted tau. The draw stays exact, because it never reads these scores.
+    larger the fitted tau. So q is made as p is, at the target's temperature and by its filters. The draw stays exact,
+    because it never reads these scores.
 
     Args:
         logits: `[..., V]`, over the vocabulary or over a pool of candidates.
