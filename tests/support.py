@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 
+import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -276,3 +277,22 @@ def random_weaver(**overrides) -> WeaverModel:
         for parameter in weaver.parameters():
             parameter.copy_(torch.randn_like(parameter) * (0.15 if parameter.ndim > 1 else 0.3) + (parameter.ndim == 1))
     return weaver
+
+
+def chi_square_p(counts: torch.Tensor, law: torch.Tensor) -> float:
+    """How probable counts at least as far from a law are under it; neighbouring cells are pooled up to 10 expected."""
+    counts, expected = counts.double().flatten(), law.double().flatten() * counts.sum()
+    assert float(expected.sum()) == pytest.approx(float(counts.sum())), "the law covers everything that was drawn"
+    assert not counts[expected == 0].any(), "something was drawn that the law excludes"
+    pools = [[0.0, 0.0]]
+    for count, mean in zip(counts.tolist(), expected.tolist()):
+        if pools[-1][1] >= 10:
+            pools.append([0.0, 0.0])
+        pools[-1][0] += count
+        pools[-1][1] += mean
+    if pools[-1][1] < 10:
+        last = pools.pop()
+        pools[-1] = [pools[-1][0] + last[0], pools[-1][1] + last[1]]
+    statistic = sum((count - mean) ** 2 / mean for count, mean in pools)
+    freedom = torch.tensor((len(pools) - 1) / 2.0).double()
+    return float(torch.special.gammaincc(freedom, torch.tensor(statistic / 2).double()))

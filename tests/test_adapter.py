@@ -8,12 +8,13 @@ import torch
 from support import VOCAB, adapter_config, prompt_ids, random_weaver, relative, tiny_random_model
 
 from weaver_hf import WeaverModel
-from weaver_hf.adapter import AdapterScorer, FoldedTables, TopKAdapter, is_plain, pool_log_probs
+from weaver_hf.adapter import AdapterScorer, FoldedTables, TopKAdapter, is_plain
 from weaver_hf.configuration_weaver import AdapterConfig
 from weaver_hf.drafter import DraftBlock
 from weaver_hf.errors import CheckpointError, MissingAdapterError, NotAttachedError, TreeConfigError
 from weaver_hf.proposal import BUILDERS, DraftContext, MarginalBuilder, WeaverBuilder
 from weaver_hf.proposal.conditional import grow
+from weaver_hf.scoring import DraftRule
 
 HIDDEN, DEPTHS = 64, 7
 SHAPES = [(generation, layers) for generation in ("learned", "rope") for layers in (1, 2, 3)]
@@ -204,7 +205,11 @@ def scoring(adapter, model, batch=1, fold=False, pool=11, head=None):
     tables = FoldedTables.build(adapter, embedding, head) if fold else None
     target_hidden = torch.randn(batch, HIDDEN)
     warm = torch.linspace(0.7, 1.4, DEPTHS)
-    return AdapterScorer(adapter, embedding, head, block, target_hidden, warm, tables), block, target_hidden
+    return (
+        AdapterScorer(adapter, embedding, head, block, target_hidden, DraftRule(warm.tolist()), tables),
+        block,
+        target_hidden,
+    )
 
 
 def chain_scores(scorer, tokens):
@@ -231,11 +236,6 @@ def test_scores_are_raw_logits_plus_head_rows_times_query_over_the_pool_alone():
         expected = ((block.logits[1, depth].double() + residual) / warm).log_softmax(-1)
         torch.testing.assert_close(scores[1, depth].double(), expected, atol=1e-4, rtol=1e-5)
     assert torch.allclose(scores.exp().sum(-1), torch.ones(2, 5))
-
-
-def test_pool_log_probs_are_divided_by_the_depths_temperature():
-    logits = torch.tensor([[[1.0, 3.0]]])
-    assert torch.equal(pool_log_probs(logits, torch.tensor([[2.0]])), (logits / 2).log_softmax(-1))
 
 
 @pytest.mark.parametrize("generation", ["learned", "rope"])
@@ -302,7 +302,7 @@ def test_an_untrained_adapter_scores_as_the_drafter_does_inside_the_pool():
     assert weaver.tree_config.builder == "weaver"
     scorer, block, _ = scoring(weaver.adapter, model)
     warm = torch.linspace(0.7, 1.4, DEPTHS)
-    marginals = pool_log_probs(block.logits, warm.expand(1, -1))
+    marginals = DraftRule(warm.tolist()).log_probs(block.logits)
     tokens = torch.randint(0, VOCAB, (1, DEPTHS))
     torch.testing.assert_close(chain_scores(scorer, tokens), marginals)
     # So with enough passes its tree is the one of the marginals.
@@ -401,7 +401,7 @@ def test_outside_our_loop_there_is_no_state_to_start_from():
     model, weaver = attached()
     _, block, _ = scoring(weaver.adapter, model)
     with pytest.raises(NotAttachedError, match="no state of the target"):
-        weaver.scorer(block, None, [1.0] * DEPTHS)
+        weaver.scorer(block, None, DraftRule([1.0] * DEPTHS))
 
 
 def test_without_an_adapter_none_of_its_work_is_done(monkeypatch):

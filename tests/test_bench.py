@@ -6,7 +6,7 @@ import pytest
 
 from weaver_hf.bench import DOMAINS, load_prompts, loop_onset, run_bench, summarize
 from weaver_hf.bench.harness import accepted, report, runs_before
-from weaver_hf.errors import SamplingNotSupportedError
+from weaver_hf.errors import TreeConfigError
 
 GRAM = list(range(8))
 
@@ -77,9 +77,24 @@ def test_a_small_bench_from_prompts_to_json(trio):
 
 def test_a_failing_bench_puts_the_tree_settings_back(trio):
     model, tokenizer, weaver = trio
-    with pytest.raises(SamplingNotSupportedError):
+    with pytest.raises(TreeConfigError):
         run_bench(
             model, tokenizer, weaver, load_prompts(["math"], 1),
-            builders=["suffix"], budgets=[3], temperatures=[1.0], max_new_tokens=2,
+            builders=["sufix"], budgets=[3], max_new_tokens=2,
         )  # fmt: skip
     assert weaver.tree_config.budget is None
+
+
+def test_sampled_text_is_compared_with_plain_decoding_under_the_same_noise(trio):
+    model, tokenizer, weaver = trio
+    results = run_bench(
+        model, tokenizer, weaver, load_prompts(["math"], 1),
+        builders=["suffix", "chain"], budgets=[7], temperatures=[0.0, 1.0], max_new_tokens=10,
+    )  # fmt: skip
+    ways = [(r.temperature, r.builder, r.acceptance) for r in results]
+    assert ways == [(0.0, "suffix", "greedy"), (0.0, "chain", "greedy"),
+                    (1.0, "suffix", "sample"), (1.0, "chain", "sample"), (1.0, "chain", "coupled")]  # fmt: skip
+    assert all(r.identical for r in results)
+    rows = [row for row in summarize(results) if row["domain"] == "all"]
+    assert sorted((row["temperature"], row["builder"], row["acceptance"]) for row in rows) == sorted(ways)
+    assert weaver.tree_config.acceptance is None

@@ -70,13 +70,25 @@ def test_bench_writes_a_table_and_json(tmp_path):
         (["demo", "--target", "/no/such/[bold]folder"], "/no/such/[bold]folder"),
         (["demo", "--target", str(WEAVER)], "no causal language model"),
         (["demo", "--prompt", "", "--raw"], "a prompt of 0 tokens"),
-        (["demo", "--budget", "0"], "at least 1"),
+        (["demo", "--budget", "-1"], "at least 0"),
         (["bench", "--domain", "poetry"], "poetry"),
         (["convert", str(TARGET), "/no/such/folder"], "model_type 'weaver'"),
         (["bench", "--builder", "oak", "--prompts", "1", "--domain", "math", "--max-new-tokens", "2"], "builder 'oak'"),
         (
-            ["bench", "--temperature", "1", "--prompts", "1", "--domain", "math", "--max-new-tokens", "2"],
-            "do_sample=True",
+            [
+                "bench",
+                "--temperature",
+                "1",
+                "--acceptance",
+                "oak",
+                "--prompts",
+                "1",
+                "--domain",
+                "math",
+                "--max-new-tokens",
+                "2",
+            ],
+            "acceptance 'oak'",
         ),
     ],
     ids=[
@@ -88,7 +100,7 @@ def test_bench_writes_a_table_and_json(tmp_path):
         "domain",
         "convert-a-target",
         "builder",
-        "temperature",
+        "acceptance",
     ],
 )
 def test_a_users_error_is_a_message_and_no_traceback(arguments, message):

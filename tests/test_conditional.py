@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from weaver_hf.drafter import DraftBlock
 from weaver_hf.proposal import DraftContext, MarginalBuilder, PaperBuilder, WeaverBuilder
-from weaver_hf.proposal.conditional import edge_scores, grow, keep_best
+from weaver_hf.proposal.conditional import grow, keep_best
 
 ANCHOR = 999
 
@@ -255,9 +255,3 @@ def test_a_kept_list_keeps_parents_before_children_among_equals():
     tree = keep_best(torch.tensor([[ANCHOR]]), scores, tokens, parents, slots=3, budget=3).validate()
     assert tree.token_ids.tolist() == [[ANCHOR, 5, 6, 7]]
     assert tree.parents.tolist() == [[-1, 0, 1, 2]]
-
-
-def test_edges_are_the_scorers_log_probabilities():
-    log_q = torch.randn(1, 2, 3).log_softmax(-1).half()
-    assert edge_scores(log_q).dtype == torch.float32
-    assert torch.equal(edge_scores(log_q), log_q.float())

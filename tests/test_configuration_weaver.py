@@ -59,7 +59,7 @@ def test_a_tree_setting_that_is_no_count_is_refused_by_name(name, value):
         TreeConfig(**{name: value})
 
 
-@pytest.mark.parametrize("tree_config", [{"bugdet": 3}, {"budget": 0}])
+@pytest.mark.parametrize("tree_config", [{"bugdet": 3}, {"budget": -1}])
 def test_a_config_with_a_wrong_tree_setting_is_refused(tree_config):
     with pytest.raises(TreeConfigError):
         WeaverConfig(tree_config=tree_config)

@@ -3,19 +3,23 @@
 import pytest
 import torch
 from support import prompt_ids, tiny_random_model
-from transformers import StaticCache
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StaticCache, TextStreamer
 
 from weaver_hf import WeaverConfig, WeaverModel
 from weaver_hf.errors import (
     EmptyPromptError,
     NotAttachedError,
-    SamplingNotSupportedError,
     TreeConfigError,
     UnsupportedCacheError,
     UnsupportedOptionError,
     WeaverError,
 )
 from weaver_hf.target.compat import CACHE_KEY
+
+
+class NotCopied(LogitsProcessor):
+    def __deepcopy__(self, memo):
+        raise TypeError("no")
 
 
 def refused(model, weaver, error, match, ids=None, **options):
@@ -62,19 +66,43 @@ def test_unsupported_options_are_refused_by_name(options, match):
     refused(model, WeaverModel(WeaverConfig()).attach(model), UnsupportedOptionError, match, **options)
 
 
-def test_sampling_is_refused_until_it_is_implemented(model, weaver):
-    refused(model, weaver, SamplingNotSupportedError, "do_sample=False", do_sample=True)
-    assert issubclass(SamplingNotSupportedError, NotImplementedError)
-
-
-def test_sampling_set_in_the_models_generation_config_is_named(model, weaver):
-    model.generation_config.do_sample = True
-    refused(model, weaver, SamplingNotSupportedError, "set in the model's generation_config")
-
-
 def test_batches_are_refused(model, weaver):
     ids = prompt_ids().repeat(2, 1)
     refused(model, weaver, UnsupportedOptionError, "a batch of 2 sequences", ids, attention_mask=torch.ones_like(ids))
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"streamer": TextStreamer(None)}, "a streamer for 3 sequences"),
+        ({CACHE_KEY: DynamicCache()}, "a cache to be continued by 3 sequences"),
+        ({"logits_processor": LogitsProcessorList([NotCopied()])}, "cannot be copied"),
+    ],
+    ids=["streamer", "cache", "processor"],
+)
+def test_what_several_returned_sequences_cannot_share_is_refused(model, weaver, options, match):
+    options = {"do_sample": True, "num_return_sequences": 3, **options}
+    if CACHE_KEY in options:
+        options[CACHE_KEY] = DynamicCache(config=model.config)
+    refused(model, weaver, UnsupportedOptionError, match, **options)
+
+
+def test_several_prompts_for_several_sequences_are_refused(model, weaver):
+    options = {"do_sample": True, "num_return_sequences": 2, "attention_mask": torch.ones(2, 9, dtype=torch.long)}
+    refused(model, weaver, UnsupportedOptionError, "a batch of 2 sequences", prompt_ids().repeat(2, 1), **options)
+
+
+def test_an_unknown_acceptance_rule_is_refused_on_assignment(weaver):
+    with pytest.raises(TreeConfigError, match=r"'greedy'; expected one of \['sample', 'coupled', 'lossy_margin'\]"):
+        weaver.tree_config.acceptance = "greedy"
+    with pytest.raises(TreeConfigError, match="lossy_margin -1"):
+        weaver.tree_config.lossy_margin = -1
+    assert weaver.tree_config.acceptance is None
+
+
+def test_coupled_acceptance_with_a_builder_that_has_no_scores_is_refused(model, weaver):
+    weaver.tree_config.acceptance = "coupled"
+    refused(model, weaver, TreeConfigError, "coupled.*'suffix'", do_sample=True)
 
 
 def test_an_empty_prompt_is_refused(model, weaver):
@@ -101,9 +129,9 @@ def test_an_unknown_builder_is_refused_with_the_list_of_those_there_are(model, w
     refused(model, weaver, TreeConfigError, r"builder 'sufix'; expected one of .*'suffix'")
 
 
-@pytest.mark.parametrize("budget", [0, -1, 2.5, "7", True])
-def test_a_budget_below_one_is_refused_on_assignment(weaver, budget):
-    with pytest.raises(TreeConfigError, match="at least 1"):
+@pytest.mark.parametrize("budget", [-1, 2.5, "7", True])
+def test_a_budget_below_zero_is_refused_on_assignment(weaver, budget):
+    with pytest.raises(TreeConfigError, match="at least 0"):
         weaver.tree_config.budget = budget
     assert weaver.tree_config.budget is None
 

@@ -13,10 +13,9 @@ from weaver_hf.training.adapter import (
     PoolLossConfig,
     candidate_probabilities,
     pool_loss,
-    states_before,
     train,
 )
-from weaver_hf.training.blocks import BlockBatch, make_blocks, target_probabilities
+from weaver_hf.training.blocks import BlockBatch, make_blocks, states_before, target_probabilities
 from weaver_hf.training.data import load_data, make_data
 
 torch.manual_seed(0)

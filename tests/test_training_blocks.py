@@ -5,6 +5,7 @@ import torch
 from support import prompt_ids, random_weaver, tiny_random_model
 
 from weaver_hf.drafter import DrafterContext
+from weaver_hf.scoring import DraftRule
 from weaver_hf.target.taps import TapSink
 from weaver_hf.training.blocks import (
     BlockBatch,
@@ -44,7 +45,7 @@ def test_training_computes_the_hidden_states_that_decoding_computes():
     weaver.attach(model)
     ids = prompt_ids(30)
     sink = TapSink(model.model, [0, 2], CPU)
-    features, _ = target_pass(model, sink, ids)
+    features = target_pass(model, sink, ids)[0].features
     anchors = torch.tensor([[4, 11, 22]])
     with torch.no_grad():
         hidden = run_blocks(
@@ -53,7 +54,7 @@ def test_training_computes_the_hidden_states_that_decoding_computes():
     for i, anchor in enumerate(anchors[0].tolist()):
         context = DrafterContext([])
         context.append(weaver.drafter.context_rows(features[:, :anchor], torch.arange(anchor)[None]))
-        block = weaver.draft(ids[:, anchor : anchor + 1], context, [1.0] * 7, pool=5)
+        block = weaver.draft(ids[:, anchor : anchor + 1], context, DraftRule([1.0] * 7), pool=5)
         torch.testing.assert_close(block.hidden[0], hidden[0, i], atol=1e-4, rtol=1e-4)
         logits = model.get_output_embeddings()(hidden[0, i])
         assert block.token_ids[0, :, 0].tolist() == logits.argmax(-1).tolist()
@@ -66,7 +67,7 @@ def test_draft_temperatures_flatten_each_depths_distribution():
     context = DrafterContext([])
     context.append(weaver.drafter.context_rows(torch.randn(1, 5, 128), torch.arange(5)[None]))
     anchors = torch.tensor([[3]])
-    plain, warm = (weaver.draft(anchors, context, [t] * 7, pool=128) for t in (1.0, 2.0))
+    plain, warm = (weaver.draft(anchors, context, DraftRule([t] * 7), pool=128) for t in (1.0, 2.0))
     assert torch.equal(plain.logits, warm.logits)
     torch.testing.assert_close(warm.log_probs, (plain.logits / 2).log_softmax(-1), atol=1e-5, rtol=1e-5)
 

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from .configuration_weaver import AdapterConfig
 from .drafter import DraftBlock, rotate
+from .scoring import DraftRule
 
-__all__ = ["AdapterScorer", "FoldedTables", "TopKAdapter", "is_plain", "pool_log_probs", "residual"]
+__all__ = ["AdapterScorer", "FoldedTables", "TopKAdapter", "is_plain", "residual"]
 
 KeyValue = tuple[Tensor, Tensor]
 
@@ -222,16 +223,6 @@ class TopKAdapter(nn.Module):
         return [(F.pad(k, (0, 0, 0, slots)), F.pad(v, (0, 0, 0, slots))) for k, v in prefix]
 
 
-def pool_log_probs(logits: Tensor, temperatures: Tensor) -> Tensor:
-    """Log-probabilities over a pool of candidates alone, fp32 `[..., K]`.
-
-    Args:
-        logits: `[..., K]`.
-        temperatures: `[...]`, the draft temperature of the candidates' depth.
-    """
-    return (logits.float() / temperatures[..., None]).log_softmax(-1)
-
-
 # ---- scoring the nodes of a tree -------------------------------------------------------------------------------------
 
 
@@ -305,7 +296,7 @@ class AdapterScorer:
         embedding, head: the target's modules.
         block: candidates and raw logits `[B, D, K]`, and the drafter's states.
         target_hidden: `[B, H]`, the target's final state whose logits chose the anchor.
-        temperatures: fp32 `[D]`, of the candidates of each depth.
+        rule: how the scores of a pool become log-probabilities over it.
         tables: foldings to read instead of embedding and head.
     """
 
@@ -316,11 +307,11 @@ class AdapterScorer:
         head: nn.Module,
         block: DraftBlock,
         target_hidden: Tensor,
-        temperatures: Tensor,
+        rule: DraftRule,
         tables: FoldedTables | None = None,
     ) -> None:
         self._adapter, self._embedding, self._head, self._tables = adapter, embedding, head, tables
-        self._block, self._temperatures = block, temperatures
+        self._block, self._rule = block, rule
         self._prefix = adapter.prefix(target_hidden, block.hidden)
         self._table: list[KeyValue] = []
 
@@ -338,7 +329,8 @@ class AdapterScorer:
         pool = depth[..., None].expand(-1, -1, self._block.token_ids.shape[-1])
         ids = self._block.token_ids.gather(1, pool)
         logits = self._block.logits.gather(1, pool) + self._residual(states, ids)
-        return pool_log_probs(logits, self._temperatures[depth])
+        gumbels = self._block.gumbels
+        return self._rule.log_probs(logits, None if gumbels is None else gumbels.gather(1, pool), depth)
 
     def _residual(self, states: Tensor, ids: Tensor) -> Tensor:
         """What the nodes' `states [B, W, r]` add to the logits of candidates `ids [B, W, K]`, fp32."""

@@ -20,6 +20,7 @@ from rich.text import Text
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 
+from .acceptance import RULES
 from .bench import DOMAINS, load_prompts, run_bench
 from .bench.harness import report
 from .checkpoints import speculators, trymirai, zlab
@@ -209,6 +210,9 @@ def bench(
     builder: Annotated[list[str] | None, typer.Option(help="Tree builders. [all that the Weaver can serve]")] = None,
     budget: Annotated[list[int] | None, typer.Option(min=1, help="Drafted nodes a step. [7, 15, 31]")] = None,
     temperature: Annotated[list[float] | None, typer.Option(min=0, help="0 is greedy. [0]")] = None,
+    acceptance: Annotated[
+        list[str] | None, typer.Option(help=f"Rules above temperature 0: {', '.join(RULES)}. [sample, coupled]")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens a prompt.")] = 64,
     target: TargetOption = str(TARGET),
     weaver: WeaverOption = None,
@@ -233,6 +237,7 @@ def bench(
         "builders": builder,
         "budgets": budget or [7, 15, 31],
         "temperatures": temperature or [0.0],
+        "acceptances": acceptance or ["sample", "coupled"],
         "max_new_tokens": max_new_tokens,
         "target": target,
         "weaver": weaver,
@@ -256,6 +261,7 @@ def bench(
             builders=settings["builders"],
             budgets=settings["budgets"],
             temperatures=settings["temperatures"],
+            acceptances=settings["acceptances"],
             max_new_tokens=max_new_tokens,
             seed=seed,
             progress=lambda items, total: bar.track(items, total=total, description="prompts"),
@@ -278,6 +284,7 @@ def bench_table(data: dict[str, Any]) -> Table:
         "T",
         "builder",
         "budget",
+        "rule",
         "domain",
         "accepted a step",
         "loop-free",
@@ -287,7 +294,7 @@ def bench_table(data: dict[str, Any]) -> Table:
         "identical",
     )
     for column in columns:
-        table.add_column(column, justify="left" if column in ("builder", "domain") else "right")
+        table.add_column(column, justify="left" if column in ("builder", "rule", "domain") else "right")
 
     def cell(value: dict[str, Any]) -> str:
         return "–" if value["mean"] is None else f"{value['mean']:.2f} [{value['low']:.2f}, {value['high']:.2f}]"
@@ -297,6 +304,7 @@ def bench_table(data: dict[str, Any]) -> Table:
             f"{row['temperature']:g}",
             row["builder"],
             str(row["budget"]),
+            row["acceptance"],
             row["domain"],
             cell(row["accepted_per_step"]),
             cell(row["accepted_per_step_loop_free"]),

@@ -6,12 +6,14 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from .acceptance import RULES
 from .errors import CheckpointError, TreeConfigError
 
 __all__ = ["AdapterConfig", "TreeConfig", "WeaverConfig"]
 
 DEFAULT_BUDGET = 63  # with the root 64 rows, which fills a tile of the matrix units
 DEFAULT_BUDGET_CPU = 15  # on a CPU rows are not free
+DEFAULT_COUPLING = 1.2  # what the embedded drafter is fitted to at temperature 1; it shapes trees, never a text
 
 
 @dataclass(slots=True)
@@ -23,11 +25,21 @@ class TreeConfig:
             `"chain"`: the drafter's best token of each depth; `"marginal"`: the best paths of its marginals;
             `"weaver"`: the best paths of the adapter's conditionals, grown, then pruned; `"weaver-paper"`: the same by
             the paper's rule, where what is expanded is what is kept.
-        budget: drafted nodes a step, the root not counted. None: 63 on an accelerator, 15 on a CPU.
+        budget: drafted nodes a step, the root not counted. None: 63 on an accelerator, 15 on a CPU. 0 drafts nothing:
+            plain decoding, one token a pass, with the same noise.
+        acceptance: how sampled text is accepted. `"sample"`: the target draws at each node, and the matching child is
+            followed. `"coupled"`: the same draws, and the builder is told the noise, so that it can guess them; for
+            builders that score the vocabulary (all but `"suffix"`). None: `"coupled"` where the builder can, otherwise
+            `"sample"`. `"lossy_margin"`, also under greedy decoding: a drafted token that the target finds nearly as
+            good as its choice is taken instead, so the text is not the target's; `stats.lossy` says so.
+        lossy_margin: of that rule, in nats.
         draft_temperature: a divisor of the drafter's logits for each depth, fitted on a dev split for each temperature
             of the target: `{"0.0": [...], "1.0": [...]}`. The entry nearest to the call's temperature is used; depths
-            beyond a list, and an empty dict, mean 1.
-        adapter_temperature: the same for the adapter's scores, which builders `"weaver"` and `"weaver-paper"` use.
+            beyond a list mean 1. Where nothing is fitted, the call's own temperature (1 for greedy decoding).
+        coupling_temperature: in the same form, tau of coupled scores (`scoring.candidate_log_probs`), which are made at
+            the call's own temperature; `training.coupling.fit_coupling` fits it. Where nothing is fitted, 1.2.
+        adapter_temperature, adapter_coupling_temperature: the same two for the adapter's scores, which builders
+            `"weaver"` and `"weaver-paper"` use. Coupled adapter scores are made at `adapter_temperature`.
         rounds: of builder `"weaver"`: passes of the adapter a step, the root's included. None: 16, or the budget if
             that is less.
         parents: nodes that each later pass scores. None: so many that all passes score as many nodes as are kept.
@@ -41,20 +53,35 @@ class TreeConfig:
 
     builder: str = "suffix"
     budget: int | None = None
+    acceptance: str | None = None
+    lossy_margin: float = 0.3
     draft_temperature: dict[str, list[float]] = field(default_factory=dict)
+    coupling_temperature: dict[str, list[float]] = field(default_factory=dict)
     adapter_temperature: dict[str, list[float]] = field(default_factory=dict)
+    adapter_coupling_temperature: dict[str, list[float]] = field(default_factory=dict)
     rounds: int | None = None
     parents: int | None = None
     children: int | None = None
     pool: int | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        usable = value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
-        if name in ("budget", "rounds", "parents", "children", "pool") and not usable:
+        least = {"budget": 0, "rounds": 1, "parents": 1, "children": 1, "pool": 1}
+        usable = value is None or (isinstance(value, int) and not isinstance(value, bool))
+        if name in least and not (usable and (value is None or value >= least[name])):
             raise TreeConfigError(
-                f"{name} {value!r}", "an integer of at least 1, or None", f"Set `weaver.tree_config.{name} = 15`."
+                f"{name} {value!r}",
+                f"an integer of at least {least[name]}, or None",
+                f"Set `weaver.tree_config.{name} = 15`.",
             )
-        if name in ("draft_temperature", "adapter_temperature"):
+        if name == "acceptance" and value is not None and value not in RULES:
+            raise TreeConfigError(
+                f"acceptance {value!r}", f"one of {list(RULES)}, or None", "Set `weaver.tree_config.acceptance = None`."
+            )
+        if name == "lossy_margin" and not (isinstance(value, int | float) and value >= 0):
+            raise TreeConfigError(
+                f"lossy_margin {value!r}", "nats, at least 0", "Set `weaver.tree_config.lossy_margin = 0.3`."
+            )
+        if name.endswith("_temperature"):
             _check_temperatures(name, value)
         object.__setattr__(self, name, value)
 
@@ -67,10 +94,20 @@ class TreeConfig:
     def temperatures_at(self, temperature: float, depths: int, *, adapter: bool = False) -> list[float]:
         """The temperature of each depth, the drafter's or the adapter's, for a target temperature (0: greedy)."""
         table = self.adapter_temperature if adapter else self.draft_temperature
-        if not table:
-            return [1.0] * depths
-        fitted = table[min(table, key=lambda key: abs(float(key) - temperature))][:depths]
-        return [*fitted, *[1.0] * (depths - len(fitted))]
+        return _nearest(table, temperature, depths, otherwise=temperature or 1.0)
+
+    def couplings_at(self, temperature: float, depths: int, *, adapter: bool = False) -> list[float]:
+        """The coupling temperature of each depth, the drafter's or the adapter's, for a target temperature."""
+        table = self.adapter_coupling_temperature if adapter else self.coupling_temperature
+        return _nearest(table, temperature, depths, otherwise=DEFAULT_COUPLING)
+
+
+def _nearest(table: dict[str, list[float]], temperature: float, depths: int, otherwise: float) -> list[float]:
+    """The entry of the nearest temperature, one value a depth."""
+    if not table:
+        return [otherwise] * depths
+    fitted = table[min(table, key=lambda key: abs(float(key) - temperature))][:depths]
+    return [*fitted, *[1.0] * (depths - len(fitted))]
 
 
 def _check_temperatures(name: str, value: Any) -> None:

@@ -27,13 +27,15 @@ class DraftBlock(NamedTuple):
         hidden: `[B, D, H]`, final hidden states of slots 1..D.
         token_ids: int64 `[B, D, K]`, most probable first.
         logits: fp32 `[B, D, K]`, raw.
-        log_probs: fp32 `[B, D, K]`, log-softmax over the whole vocabulary at the depth's draft temperature.
+        log_probs: fp32 `[B, D, K]`, over the whole vocabulary, by the rule of the step (`scoring.DraftRule`).
+        gumbels: fp32 `[B, D, K]`, the noise of these tokens where the draft is coupled, otherwise None.
     """
 
     hidden: Tensor
     token_ids: Tensor
     logits: Tensor
     log_probs: Tensor
+    gumbels: Tensor | None = None
 
 
 @dataclass

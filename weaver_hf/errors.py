@@ -34,10 +34,6 @@ class UnsupportedOptionError(WeaverError, ValueError):
     """An argument of `generate` that assisted decoding with a Weaver does not support."""
 
 
-class SamplingNotSupportedError(UnsupportedOptionError, NotImplementedError):
-    """`do_sample=True`, which is not implemented yet."""
-
-
 class UnsupportedCacheError(UnsupportedOptionError):
     """A key/value cache that a tree cannot be verified on."""
 

@@ -5,28 +5,30 @@ that the target itself chose along it; the accepted path is committed at the fro
 until then a stopping rule may shorten it.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import CandidateGenerator, EosTokenCriteria, GenerationMode, MaxLengthCriteria
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import CandidateGenerator, GenerationMode
 from transformers.generation.streamers import BaseStreamer
-from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
+from transformers.generation.utils import GenerationMixin
 
-from .acceptance import follow
+from .acceptance import LOSSY, choose, follow
+from .decode_state import DecodeState, Prompt, WeaverGenerateOutput, joined, own_rules
 from .drafter import DrafterContext
-from .errors import InvalidTreeError
+from .errors import InvalidTreeError, TreeConfigError
 from .modeling_weaver import WeaverModel
+from .noise import GumbelField
 from .options import check_inputs, check_options, check_prefill, require_attached
 from .proposal import DraftContext, make_builder
+from .scoring import DraftRule, drafter_processors, is_stateless, process_nodes
 from .stats import GenerationStats
 from .target.cache import TreeCache
 from .target.compat import CACHE_KEY
-from .target.taps import TapSink, TapStates
 from .tree import TokenTree
 
 __all__ = ["DecodeState", "WeaverCandidateGenerator", "WeaverGenerateOutput", "WeaverGenerationMixin"]
@@ -52,8 +54,9 @@ class WeaverGenerationMixin(GenerationMixin):
     def _get_candidate_generator(self, generation_config: GenerationConfig, **kwargs: Any) -> CandidateGenerator:
         weaver = kwargs.get("assistant_model")
         if isinstance(weaver, WeaverModel):
+            context, processors = kwargs.get("context"), kwargs.get("logits_processor")
             device = kwargs["input_ids"].device
-            return WeaverCandidateGenerator(weaver, generation_config, device, kwargs.get("context"))
+            return WeaverCandidateGenerator(weaver, generation_config, device, context, processors or ())
         return super()._get_candidate_generator(generation_config=generation_config, **kwargs)
 
     def _assisted_decoding(
@@ -67,64 +70,102 @@ class WeaverGenerationMixin(GenerationMixin):
         assistant_model: Any = None,
         **kwargs: Any,
     ) -> "WeaverGenerateOutput | Tensor":
-        rules = (input_ids, logits_processor, stopping_criteria, generation_config)
         if not isinstance(assistant_model, WeaverModel):
             return super()._assisted_decoding(
-                *rules, streamer=streamer, inputs_tensor=inputs_tensor, assistant_model=assistant_model, **kwargs
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                streamer=streamer,
+                inputs_tensor=inputs_tensor,
+                assistant_model=assistant_model,
+                **kwargs,
             )
         for name in ("synced_gpus", "tokenizer", "assistant_tokenizer"):  # checked or used up before; not model kwargs
             kwargs.pop(name, None)
-        check_inputs(input_ids, inputs_tensor, kwargs)
+        texts = generation_config.num_return_sequences
+        check_inputs(input_ids, inputs_tensor, texts, kwargs)
+        # `generate` has repeated every tensor for each text. They are written one after another, from one prefill.
+        input_ids = input_ids[:1]
+        kwargs = {name: x[::texts] if isinstance(x, Tensor) else x for name, x in kwargs.items()}
+        cache, returned = kwargs[CACHE_KEY], generation_config.return_dict_in_generate
         attachment = require_attached(self, assistant_model)  # again: a streamer has seen the prompt by now
         with attachment.turn, attachment.busy():
-            cache = kwargs[CACHE_KEY]
-            context = assistant_model.drafter_context(cache)
-            generator = self._get_candidate_generator(
-                generation_config, input_ids=input_ids, assistant_model=assistant_model, context=context
-            )
-            state = DecodeState.start(*rules, streamer, assistant_model.tap_sink(input_ids.device))
-            assistant_model.stats = state.stats
+            stats = assistant_model.stats = GenerationStats()
+            sink = assistant_model.tap_sink(input_ids.device)
+            runs = []
+            rules = own_rules(self, texts, logits_processor, stopping_criteria, generation_config)
+            for processors, criteria, seed in rules:
+                generator = self._get_candidate_generator(
+                    generation_config,
+                    input_ids=input_ids,
+                    logits_processor=processors,
+                    assistant_model=assistant_model,
+                    context=assistant_model.drafter_context(cache),
+                )
+                stats.lossy = generator.margin is not None
+                options = {"sink": sink, "stats": stats, "margin": generator.margin, "seed": seed}
+                state = DecodeState.start(input_ids, processors, criteria, generation_config, streamer, **options)
+                runs.append((generator, state))
+            prompt = prefill(self, state, generation_config, kwargs)
+            for generator, state in runs:
+                decode(self, generator, state, prompt if texts == 1 else prompt.fork())
             # Nobody sees a cache that `generate` made and does not return: nothing needs to be committed to it.
-            seen = generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
-            try:
-                prefill(self, state, generation_config, kwargs, room=generator.budget + 1)
-                while not state.done:
-                    tree = draft(generator, state)
-                    logits = verify(self, state, tree)
-                    accept(state, tree, logits)
-            except BaseException:
-                with suppress(Exception):  # the first error is the one to tell
-                    state.close()
-                raise
-            if seen:
+            if texts == 1 and (returned or getattr(cache, "_is_user_defined", False)):
                 state.close()
-                assistant_model.keep_context(cache, context, state.fresh_taps)
-        return state.output(cache) if generation_config.return_dict_in_generate else state.sequences.clone()
+                assistant_model.keep_context(cache, generator.context, state.fresh_taps)
+        output = joined([state for _, state in runs], generation_config._pad_token_tensor, cache)
+        return output if returned else output.sequences
 
 
-# ---- one step ----
+# ---- one text ----
 
 
-def prefill(model: Any, state: "DecodeState", config: GenerationConfig, kwargs: dict[str, Any], room: int) -> None:
-    """Run the prompt through stock code, adopt its cache, and emit the first token."""
+def decode(model: Any, generator: "WeaverCandidateGenerator", state: "DecodeState", prompt: "Prompt") -> None:
+    """Write one text behind the prompt, step after step."""
+    try:
+        begin(state, prompt, room=generator.budget + 1)
+        while not state.done:
+            tree = draft(generator, state)
+            logits = verify(model, state, tree)
+            accept(state, tree, logits)
+    except BaseException:
+        with suppress(Exception):  # the first error is the one to tell
+            state.close()
+        raise
+
+
+def prefill(model: Any, state: "DecodeState", config: GenerationConfig, kwargs: dict[str, Any]) -> "Prompt":
+    """Run the prompt through stock code."""
     with state.stats.timed("prefill"), state.listening():
         logits = model._prefill(state.sequences, config, kwargs).logits[:, -1:].to(state.device)
-    check_prefill(kwargs[CACHE_KEY], state.sequences, config, kwargs)
+    cache = kwargs[CACHE_KEY]
+    check_prefill(cache, state.sequences, config, kwargs)
     mask, positions = kwargs.get("attention_mask"), kwargs["position_ids"]
     mask = None if mask is None or bool(mask.all()) else mask.to(state.device)
-    next_position = positions[..., -1].to(state.device) + 1
-    state.cache = TreeCache(kwargs[CACHE_KEY], mask, next_position, min(state.remaining, MAX_RESERVED) + room)
-    state.take_taps(mask=mask)
+    taps = None if state.sink is None else state.sink.take()
+    if taps is not None and mask is not None:
+        taps = taps.select(mask[:, -taps.features.shape[1] :].bool().nonzero()[:, 1][None])
+    return Prompt(logits, cache, mask, positions[..., -1:].to(state.device), taps)
+
+
+def begin(state: "DecodeState", prompt: "Prompt", room: int) -> None:
+    """Adopt the prompt's cache and emit the first token."""
+    room += min(state.remaining, MAX_RESERVED)
+    state.cache = TreeCache(prompt.cache, prompt.mask, prompt.last_position[..., 0] + 1, room)
+    state.fresh_taps = prompt.taps
+    if state.seed is not None:
+        state.noise = GumbelField(state.seed, prompt.length)
     root = TokenTree.from_lists([[0]], [[-1]], device=state.device)  # its token is never read: the prompt is committed
-    state.stream(len(emit(state, visit(state, root, logits))))
-    state.stats.prefilled = True
+    state.stream(len(emit(state, visit(state, root, prompt.logits))))
+    state.stats.prefilled += 1
 
 
 def draft(generator: "WeaverCandidateGenerator", state: "DecodeState") -> TokenTree:
     """Grow a tree at the last emitted token."""
     with state.stats.timed("draft"):
         taps, state.fresh_taps = state.fresh_taps, None
-        context = DraftContext(state.history, taps, state.device)
+        context = DraftContext(state.history, taps, state.device, noise=state.noise)
         tree = generator.get_candidate_tree(context)
         if tree.batch_size != len(state.history):
             raise InvalidTreeError(
@@ -169,21 +210,26 @@ def accept(state: "DecodeState", tree: TokenTree, logits: Tensor) -> None:
 def visit(state: "DecodeState", tree: TokenTree, logits: Tensor) -> Iterator[tuple[int, int, Tensor, Tensor]]:
     """Node, chosen token, processed scores and raw logits (both `[1, V]`) down the path that the choices walk.
 
-    Lazy: a logits processor sees each visited prefix once, in order, and none that a stopping rule leaves unvisited.
+    Processors that read the scores alone are applied to all nodes at once. Any other sees each visited prefix once, in
+    order, and none that a stopping rule leaves unvisited, because this is lazy.
     """
-    if not state.processors:
-        path, tokens, lengths = follow(tree, logits.argmax(-1))
+    if is_stateless(state.processors):
+        untouched = not state.processors and state.noise is None
+        scores = logits if untouched else process_nodes(state.processors, state.sequences, logits)
+        nodes = torch.arange(tree.num_nodes, device=tree.device)
+        choices = choose(tree, nodes, scores, state.noise, state.margin)
+        path, tokens, lengths = follow(tree, choices)
         packed = torch.cat([path[0], tokens[0], lengths]).tolist()  # the one sync of a step
         for i in range(packed[-1]):
-            raw = logits[:, packed[i]]
-            yield packed[i], packed[tree.num_nodes + i], raw, raw
+            yield packed[i], packed[tree.num_nodes + i], scores[:, packed[i]], logits[:, packed[i]]
         return
     children = tree.children()
     node: int | None = 0
     while node is not None:
         raw = logits[:, node].float()
         scores = state.processors(state.sequences, raw.clone())
-        token = int(scores.argmax(-1))
+        here = torch.tensor([node], device=tree.device)
+        token = int(choose(tree, here, scores[:, None], state.noise, state.margin))
         yield node, token, scores, raw
         node = children.get((node, token))
 
@@ -196,144 +242,9 @@ def emit(state: "DecodeState", visits: Iterable[tuple[int, int, Tensor, Tensor]]
         state.append(token, scores, raw)
         if state.done:
             break
+    if state.noise is not None:
+        state.noise = state.noise.advance(len(path))
     return path
-
-
-# ---- the state of a call ----
-
-
-@dataclass
-class DecodeState:
-    """Everything that one call of `generate` changes.
-
-    Attributes:
-        tokens: int64 `[1, capacity]`, of which `length` are used; `history` mirrors them on the host.
-        max_length: where the text must end, prompt included.
-        eos_ids: tokens that end it.
-        criteria: stopping criteria other than length and EOS, asked after every token.
-        scores, logits: processed scores and raw logits of each new token, None where they are not returned.
-        fresh_taps: tap states of the rows that entered the cache last.
-        cut: a length limit ended the text.
-    """
-
-    tokens: Tensor
-    length: int
-    history: list[list[int]]
-    max_length: int
-    eos_ids: frozenset[int]
-    criteria: StoppingCriteriaList
-    processors: LogitsProcessorList
-    streamer: BaseStreamer | None
-    sink: TapSink | None
-    scores: tuple[Tensor, ...] | None
-    logits: tuple[Tensor, ...] | None
-    cache: TreeCache = field(init=False)
-    stats: GenerationStats = field(default_factory=GenerationStats)
-    fresh_taps: TapStates | None = None
-    done: bool = False
-    cut: bool = False
-
-    @classmethod
-    def start(
-        cls,
-        input_ids: Tensor,
-        processors: LogitsProcessorList,
-        criteria: StoppingCriteriaList,
-        config: GenerationConfig,
-        streamer: BaseStreamer | None,
-        sink: TapSink | None,
-    ) -> "DecodeState":
-        """The state before the prefill, from what `generate` prepared."""
-        limits = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
-        eos = [c.eos_token_id.tolist() for c in criteria if type(c) is EosTokenCriteria]
-        others = [c for c in criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)]
-        returned = config.return_dict_in_generate
-        return cls(
-            tokens=input_ids.clone(),
-            length=input_ids.shape[1],
-            history=input_ids.tolist(),
-            max_length=min([config.max_length, *limits]),
-            eos_ids=frozenset(token for ids in eos for token in ids),
-            criteria=StoppingCriteriaList(others),
-            processors=processors,
-            streamer=streamer,
-            sink=sink,
-            scores=() if returned and config.output_scores else None,
-            logits=() if returned and config.output_logits else None,
-        )
-
-    @property
-    def sequences(self) -> Tensor:
-        """Prompt and emitted tokens, int64 `[1, length]`."""
-        return self.tokens[:, : self.length]
-
-    @property
-    def device(self) -> torch.device:
-        return self.tokens.device
-
-    @property
-    def remaining(self) -> int:
-        return self.max_length - self.length
-
-    def append(self, token: int, scores: Tensor, raw: Tensor) -> None:
-        """Add one token, and set `done` where a stopping rule fires on it."""
-        if self.length == self.tokens.shape[1]:
-            self.tokens = torch.cat([self.tokens, self.tokens.new_zeros(1, max(64, self.length))], 1)
-        self.tokens[:, self.length] = token
-        self.length += 1
-        self.history[0].append(token)
-        if self.scores is not None:
-            self.scores += (scores.to(torch.float32, copy=True),)  # a view would keep all nodes' logits alive
-        if self.logits is not None:
-            self.logits += (raw.to(torch.float32, copy=True),)
-        self.cut = self.remaining <= 0 and token not in self.eos_ids
-        self.done = self.cut or token in self.eos_ids
-        if self.criteria and bool(self.criteria(self.sequences, self.scores).all()):
-            self.done, self.cut = True, False
-
-    def stream(self, count: int) -> None:
-        """Hand the streamer the last `count` tokens, those of one step."""
-        if self.streamer is not None:
-            self.streamer.put(torch.tensor(self.history[0][-count:]))
-            if self.done:
-                self.streamer.end()
-
-    def listening(self) -> Any:
-        return nullcontext() if self.sink is None else self.sink.listening()
-
-    def take_taps(self, path: Tensor | None = None, mask: Tensor | None = None) -> None:
-        """Keep the tap states of the last forward: of the nodes on `path`, or of the rows that `mask` does not pad."""
-        if self.sink is None:
-            return
-        states = self.sink.take()
-        if mask is not None:
-            path = mask[:, -states.features.shape[1] :].bool().nonzero()[:, 1][None]
-        self.fresh_taps = states if path is None else states.select(path)
-
-    def close(self) -> None:
-        """Give the stock cache back, with everything emitted but the last token; also after an error."""
-        if hasattr(self, "cache"):
-            self.cache.release()
-
-    def output(self, cache: Any) -> "WeaverGenerateOutput":
-        return WeaverGenerateOutput(
-            sequences=self.sequences.clone(),
-            scores=self.scores,
-            logits=self.logits,
-            stats=self.stats,
-            **{CACHE_KEY: cache},
-        )
-
-
-@dataclass
-class WeaverGenerateOutput(GenerateDecoderOnlyOutput):
-    """transformers' output of greedy decoding, with what the Weaver did.
-
-    Attributes:
-        stats: acceptance and time of this call.
-    """
-
-    stats: GenerationStats | None = None
 
 
 # ---- the candidate generator ----
@@ -347,6 +258,15 @@ class WeaverCandidateGenerator(CandidateGenerator):
         generation_config: its `max_length` and EOS bound the chains.
         device: the target's.
         context: what the drafter knows of the text already; None for a Weaver without a drafter.
+        processors: the target's; the drafter applies those that it can to its own scores.
+
+    Attributes:
+        coupled: the builder is told the noise that the target draws with.
+        margin: of the rule `lossy_margin`; None for a lossless one.
+
+    Raises:
+        TreeConfigError: no such builder, or coupled acceptance with one that has no scores.
+        MissingDrafterError: the builder needs a drafter, and the Weaver has none.
     """
 
     requires_model_outputs = False
@@ -357,6 +277,7 @@ class WeaverCandidateGenerator(CandidateGenerator):
         generation_config: GenerationConfig,
         device: torch.device,
         context: DrafterContext | None = None,
+        processors: Sequence[LogitsProcessor] = (),
     ) -> None:
         self.weaver, self.context = weaver, context
         self.tree_config = replace(weaver.tree_config)
@@ -369,18 +290,42 @@ class WeaverCandidateGenerator(CandidateGenerator):
         )
         self._conditional = getattr(self._build, "needs_adapter", False)
         self._pool = weaver.pool_size(self.tree_config) if self._conditional else self.budget
-        depths = weaver.config.block_size - 1
-        self._temperatures = self.tree_config.temperatures_at(0.0, depths)
-        self._warmths = self.tree_config.temperatures_at(0.0, depths, adapter=True)
+        scored = getattr(self._build, "needs_block", False)
+        if self.tree_config.acceptance == "coupled" and not scored:
+            raise TreeConfigError(
+                f"acceptance 'coupled' with builder {self.tree_config.builder!r}, which does not score the vocabulary",
+                "a builder that reads the drafter's scores",
+                "Set `weaver.tree_config.acceptance = None`: coupled where the builder can, otherwise 'sample'.",
+            )
+        self.coupled = generation_config.do_sample and scored and self.tree_config.acceptance != "sample"
+        self.margin = self.tree_config.lossy_margin if self.tree_config.acceptance == LOSSY else None
+        temperature = (generation_config.temperature or 1.0) if generation_config.do_sample else 0.0
+        settings, depths = self.tree_config, weaver.config.block_size - 1
+        # Given the noise, the drafter stands in for the target itself, at the target's temperature: what is left to fit
+        # is how far it can be trusted. Without it, its temperatures make it calibrated.
+        fitted = settings.temperatures_at(temperature, depths)
+        filters = drafter_processors(processors) if self.coupled else ()
+        own = [temperature] * depths if self.coupled else fitted
+        self._marginals = DraftRule(own, settings.couplings_at(temperature, depths), filters)
+        self._conditionals = DraftRule(
+            settings.temperatures_at(temperature, depths, adapter=True),
+            settings.couplings_at(temperature, depths, adapter=True),
+            filters,
+        )
 
     def get_candidate_tree(self, context: DraftContext) -> TokenTree:
         """A tree of at most `budget` drafted nodes, rooted at the last token of each row."""
         if self.context is not None:
             self.weaver.read_taps(self.context, context.taps)
-            if getattr(self._build, "needs_block", False):
-                block = self.weaver.draft(context.anchors, self.context, self._temperatures, pool=self._pool)
-                score = self.weaver.scorer(block, context.taps, self._warmths) if self._conditional else None
-                context = replace(context, block=block, score=score)
+        if self.budget == 0:  # plain decoding
+            anchors = context.anchors.tolist()
+            return TokenTree.from_lists(anchors, [[-1] for _ in anchors], device=context.device)
+        if not self.coupled:
+            context = replace(context, noise=None)
+        if self.context is not None and getattr(self._build, "needs_block", False):
+            block = self.weaver.draft(context.anchors, self.context, self._marginals, self._pool, context.noise)
+            score = self.weaver.scorer(block, context.taps, self._conditionals) if self._conditional else None
+            context = replace(context, block=block, score=score)
         return self._build(context)
 
     def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, None]:

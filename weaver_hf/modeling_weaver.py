@@ -22,6 +22,8 @@ from .configuration_weaver import AdapterConfig, TreeConfig, WeaverConfig
 from .custom_generate import decode, write_door
 from .drafter import BlockDrafter, DraftBlock, DrafterContext, RMSNorm
 from .errors import CheckpointError, MissingDrafterError, NotAttachedError, TreeConfigError
+from .noise import GumbelField
+from .scoring import DraftRule
 from .stats import GenerationStats
 from .target.attach import attach, attachment_of, detach, head_device, unwrap
 from .target.taps import TapSink, TapStates
@@ -273,30 +275,35 @@ class WeaverModel(PreTrainedModel):
             context.append(self.drafter.context_rows(taps.features, positions.expand(len(taps.features), -1)))
 
     @torch.no_grad()
-    def draft(self, anchors: Tensor, context: DrafterContext, temperatures: list[float], pool: int) -> DraftBlock:
+    def draft(
+        self, anchors: Tensor, context: DrafterContext, rule: DraftRule, pool: int, noise: GumbelField | None = None
+    ) -> DraftBlock:
         """One pass: the best `pool` tokens of each depth behind the anchors, by the target's embedding and head.
 
         Args:
-            anchors: int64 `[B, 1]`, the last committed tokens.
+            anchors: int64 `[B, 1]`.
             context: what the drafter knows of the text before them.
-            temperatures: of each depth; a block has at most `len(temperatures)` depths.
+            rule: how logits become log-probabilities; a block has at most as many depths as it has temperatures.
             pool: candidates kept a depth.
+            noise: that the target draws with, from the token behind the anchor on, for coupled drafts. The pool is then
+                chosen by the perturbed scores, over the whole vocabulary.
         """
         drafter, target = self.drafter, self.target
         assert drafter is not None
         assert target is not None
-        depths = min(self.config.block_size - 1, len(temperatures))
+        depths = min(self.config.block_size - 1, len(rule.temperatures))
         masks = torch.full_like(anchors, self.config.mask_token_id).expand(-1, self.config.block_size - 1)
-        noise = target.get_input_embeddings()(torch.cat([anchors, masks], 1))[:, None]
+        slots = target.get_input_embeddings()(torch.cat([anchors, masks], 1))[:, None]
         positions = context.next_position + torch.arange(self.config.block_size, device=anchors.device)
-        before = context.next_position - context.length + torch.arange(context.length, device=anchors.device)
-        hidden = drafter(noise, context.used(), before.expand(len(anchors), -1), positions.expand(len(anchors), 1, -1))[
+        places = torch.arange(context.next_position - context.length, context.next_position, device=anchors.device)
+        hidden = drafter(slots, context.used(), places.expand(len(anchors), -1), positions.expand(len(anchors), 1, -1))[
             :, 0, 1 : depths + 1
         ]
         logits = target.get_output_embeddings()(hidden).float()  # [B, D, V]
-        scaled = logits / torch.tensor(temperatures[:depths], device=logits.device)[:, None]
-        log_probs, token_ids = scaled.log_softmax(-1).clamp(max=0).topk(min(pool, logits.shape[-1]), -1)
-        return DraftBlock(hidden, token_ids, logits.gather(-1, token_ids), log_probs)
+        gumbels = None if noise is None else noise.rows(depths, logits.shape[-1])
+        log_probs, token_ids = rule.log_probs(logits, gumbels).topk(min(pool, logits.shape[-1]), -1)
+        known = None if gumbels is None else gumbels.gather(-1, token_ids)
+        return DraftBlock(hidden, token_ids, logits.gather(-1, token_ids), log_probs, known)
 
     # ---- the adapter -------------------------------------------------------------------------------------------------
 
@@ -356,13 +363,13 @@ class WeaverModel(PreTrainedModel):
         return tree_config.pool or trained
 
     @torch.no_grad()
-    def scorer(self, block: DraftBlock, taps: TapStates | None, temperatures: list[float]) -> AdapterScorer:
+    def scorer(self, block: DraftBlock, taps: TapStates | None, rule: DraftRule) -> AdapterScorer:
         """Conditional scores of a block's candidates, for one step.
 
         Args:
             block: from `draft`.
             taps: of the rows that entered the target's cache last; the last row's logits chose the anchor.
-            temperatures: draft temperatures of each depth.
+            rule: how the adapter's logits become log-probabilities; coupled where the block knows the noise.
 
         Raises:
             NotAttachedError: there are no taps, as in transformers' own assisted loop.
@@ -379,8 +386,7 @@ class WeaverModel(PreTrainedModel):
         embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
         if self._fold and self._tables is None:
             self._tables = FoldedTables.build(adapter, embedding, head)
-        warm = torch.tensor(temperatures[: block.hidden.shape[1]], device=block.hidden.device)
-        return AdapterScorer(adapter, embedding, head, block, taps.final_hidden[:, -1], warm, self._tables)
+        return AdapterScorer(adapter, embedding, head, block, taps.final_hidden[:, -1], rule, self._tables)
 
     @property
     def device(self) -> torch.device:

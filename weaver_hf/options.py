@@ -11,7 +11,6 @@ from transformers.generation import GenerationMode
 from .errors import (
     EmptyPromptError,
     NotAttachedError,
-    SamplingNotSupportedError,
     UnsupportedModelError,
     UnsupportedOptionError,
 )
@@ -83,20 +82,13 @@ def check_options(
 
     Raises:
         NotAttachedError: the Weaver is attached to another model, or to none.
-        SamplingNotSupportedError: `do_sample=True`.
         UnsupportedOptionError: names the option and what to pass instead.
     """
     require_attached(model, weaver)
-    if config.do_sample:
-        raise SamplingNotSupportedError(
-            "do_sample=True (passed, or set in the model's generation_config)",
-            "greedy decoding: sampling with trees is not implemented yet",
-            "Pass `do_sample=False`.",
-        )
     if mode != GenerationMode.ASSISTED_GENERATION:
         raise UnsupportedOptionError(
             f"generation mode {mode.value!r} (num_beams={config.num_beams})",
-            "greedy decoding of one sequence",
+            "greedy decoding or sampling without beams",
             "Pass `num_beams=1` and drop the options of that mode, or leave out `assistant_model`.",
         )
     for name in _RIVALS:
@@ -128,27 +120,40 @@ def check_options(
             raise UnsupportedOptionError(
                 f"{name}=True", "scores and logits alone as outputs of tree decoding", f"Drop `{name}`."
             )
+    if config.num_return_sequences > 1 and mode_kwargs.get("streamer") is not None:
+        raise UnsupportedOptionError(
+            f"a streamer for {config.num_return_sequences} sequences",
+            "one sequence to stream",
+            "Drop `streamer` or `num_return_sequences`.",
+        )
     if mode_kwargs.get("synced_gpus"):
         raise UnsupportedOptionError(
             "synced_gpus=True (ZeRO-3 or FSDP)", "one process a model", "Pass `synced_gpus=False` or drop the Weaver."
         )
 
 
-def check_inputs(input_ids: Tensor, inputs_tensor: Tensor | None, model_kwargs: dict[str, Any]) -> None:
-    """Check the tensors of a call, before the prefill.
+def check_inputs(input_ids: Tensor, inputs_tensor: Tensor | None, texts: int, model_kwargs: dict[str, Any]) -> None:
+    """Check the tensors of a call, before the prefill; `texts` is `num_return_sequences`.
 
     Raises:
-        UnsupportedOptionError: more than one sequence.
+        UnsupportedOptionError: more than one prompt, or several texts that would continue one cache.
         EmptyPromptError: no token to continue from.
         UnsupportedCacheError: a cache that trees cannot be verified on.
     """
-    if input_ids.shape[0] != 1:
+    if input_ids.shape[0] != texts:
         raise UnsupportedOptionError(
-            f"a batch of {input_ids.shape[0]} sequences", "one sequence", "Call `generate` once for each prompt."
+            f"a batch of {input_ids.shape[0] // texts} sequences", "one prompt", "Call `generate` once for each prompt."
         )
     if (input_ids if inputs_tensor is None else inputs_tensor).shape[1] == 0:
         raise EmptyPromptError("a prompt of 0 tokens", "at least 1 token", "Pass a prompt, or a BOS token.")
-    check_cache(model_kwargs.get(CACHE_KEY))
+    cache = model_kwargs.get(CACHE_KEY)
+    check_cache(cache)
+    if texts > 1 and getattr(cache, "_is_user_defined", False):
+        raise UnsupportedOptionError(
+            f"a cache to be continued by {texts} sequences",
+            "`num_return_sequences=1` with a cache",
+            "Drop the cache, or call `generate` once for each sequence with a copy of it.",
+        )
 
 
 def check_prefill(cache: Cache, sequences: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:

@@ -17,23 +17,25 @@ __all__ = ["GenerationStats"]
 
 @dataclass
 class GenerationStats:
-    """Acceptance and time of one call of `generate`.
+    """Acceptance and time of one call of `generate`, over all the sequences that it returns.
 
     A step is one verification. The step that a length limit ends is left out of the means: it might have accepted more.
     A step that ends in EOS or a stop string counts up to it, and what ended it stands for the bonus token.
 
     Attributes:
         runs: tokens emitted by each step, the bonus token counted (the prefill's token is in none).
-        prefilled: the prefill emitted its token.
-        last_cut: a length limit ended the last step.
+        prefilled: sequences whose first token was chosen after the prefill.
+        cuts: indices of the runs that a length limit ended.
+        lossy: the text is not the target's: the rule `lossy_margin` was on.
         seconds: host seconds by part: prefill, draft, commit, verify, accept. An accelerator works asynchronously; the
             wait for it falls into `accept`, where the accepted tokens come back.
         best_tree: the tree with the longest accepted path, which is marked in it.
     """
 
     runs: list[int] = field(default_factory=list)
-    prefilled: bool = False
-    last_cut: bool = False
+    prefilled: int = 0
+    cuts: set[int] = field(default_factory=set)
+    lossy: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
     best_tree: TokenTree | None = None
     _drafts: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list, repr=False)
@@ -44,13 +46,18 @@ class GenerationStats:
         return len(self.runs)
 
     @property
+    def last_cut(self) -> bool:
+        """A length limit ended the last step."""
+        return self.steps - 1 in self.cuts
+
+    @property
     def target_passes(self) -> int:
         """Passes of the target: the verifications and the prefill."""
-        return self.steps + self.prefilled
+        return self.steps + (self.prefilled > 0)
 
     @property
     def new_tokens(self) -> int:
-        """Tokens generated, the prefill's included."""
+        """Tokens generated, those of the prefill included."""
         return sum(self.runs) + self.prefilled
 
     @property
@@ -85,14 +92,15 @@ class GenerationStats:
     @property
     def whole_runs(self) -> list[int]:
         """The runs that enter the means."""
-        return self.runs[:-1] if self.last_cut else self.runs
+        return [run for step, run in enumerate(self.runs) if step not in self.cuts]
 
     def record(self, tree: TokenTree, path: list[int], cut: bool) -> None:
         """Count one step that emitted a token at each node of `path`."""
         if len(path) > max(self.runs, default=0):
             self.best_tree = tree.annotate(accepted=torch.tensor([path]))
+        if cut:
+            self.cuts.add(len(self.runs))
         self.runs.append(len(path))
-        self.last_cut = cut
         self._drafts.append((tree.sizes, tree.log_probs))
 
     @contextmanager
@@ -114,5 +122,6 @@ class GenerationStats:
             **{name: None if math.isnan(mean) else mean for name, mean in means.items()},
             "histogram": self.histogram,
             "drafted_nodes": self.drafted_nodes,
+            "lossy": self.lossy,
             "seconds": dict(self.seconds),
         }

@@ -29,6 +29,7 @@ class TokenTree:
         sizes: int64 `[B]`, nodes that are not padding, root included.
         labels: for drawing, the text of each node, one list a row.
         accepted: for drawing, bool `[B, N]`, the nodes on the accepted path.
+        max_depth: a depth that no node exceeds, known to the host; None where the builder does not say.
     """
 
     token_ids: Tensor
@@ -37,6 +38,7 @@ class TokenTree:
     sizes: Tensor
     labels: list[list[str]] | None = None
     accepted: Tensor | None = None
+    max_depth: int | None = None
 
     @classmethod
     def from_lists(
@@ -80,6 +82,7 @@ class TokenTree:
             parents=padded(parents, [0] * batch, torch.long),
             log_probs=padded(log_probs, [-math.inf] * batch, torch.float32),
             sizes=torch.tensor(sizes, dtype=torch.long, device=device),
+            max_depth=max(_depth(row) for row in parents),
         )
 
     @property
@@ -114,6 +117,11 @@ class TokenTree:
     def depths(self) -> Tensor:
         """Int64 `[B, N]`: 0 at the root, 1 for padding."""
         return self.ancestors.sum(-1) - 1
+
+    @property
+    def depth_limit(self) -> int:
+        """A depth that no node exceeds, without asking the device."""
+        return self.num_nodes - 1 if self.max_depth is None else self.max_depth
 
     def path(self, node: int, row: int = 0) -> list[int]:
         """The nodes from the root to `node`, on the host."""
@@ -309,6 +317,14 @@ class TokenTree:
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{18 + order * line:.0f}" '
             f'font-family="monospace" font-size="12">{"".join(edges)}{"".join(texts)}</svg>'
         )
+
+
+def _depth(parents: Sequence[int]) -> int:
+    """The depth of one row's deepest node."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+    return max(depths)
 
 
 def _check_row(row: int, tokens: Sequence[int], parents: Sequence[int], log_probs: Sequence[float]) -> None:

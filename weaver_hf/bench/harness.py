@@ -1,14 +1,18 @@
 """Runs prompts with and without a Weaver and counts acceptance the way the whole project does.
 
+Sampled text is drawn from the target's whole law (no top-k) and compared with plain decoding through the same noise
+(budget 0), because stock decoding draws from another stream.
+
 Accepted drafted tokens a step: the bonus token is not counted, a step cut by a length limit is left out, and at
 temperature 0 there is a second column that ends at the onset of a loop, because a model that repeats itself is easy to
 draft for. Means are weighted by tokens (all steps alike) or by prompt; intervals are bootstrapped over prompts.
 """
 
+import itertools
 import json
 import platform
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -18,6 +22,7 @@ import transformers
 
 from .._version import __version__
 from ..modeling_weaver import WeaverModel
+from ..proposal import BUILDERS
 
 __all__ = ["DOMAINS", "Prompt", "PromptResult", "load_prompts", "loop_onset", "run_bench", "summarize"]
 
@@ -45,8 +50,11 @@ class PromptResult:
         runs: tokens emitted by each whole step.
         loop_free_runs: those of the steps that end before the text starts to loop.
         expected: drafted tokens that the tree of each whole step expected to be accepted.
-        identical: the tokens equal those of `generate` without the Weaver.
-        seconds, plain_seconds: of the whole call, with and without the Weaver.
+        acceptance: the rule: `"greedy"` at temperature 0, otherwise one of `acceptance.RULES`.
+        identical: the tokens equal those of plain decoding: of `generate` without the Weaver at temperature 0, of a
+            budget of 0 above.
+        seconds, plain_seconds: of the whole call, with and without the Weaver (sampled texts differ in length there, so
+            its time a token is taken).
     """
 
     domain: str
@@ -54,6 +62,7 @@ class PromptResult:
     builder: str
     budget: int
     temperature: float
+    acceptance: str
     runs: list[int]
     loop_free_runs: list[int]
     expected: list[float]
@@ -111,15 +120,17 @@ def run_bench(
     builders: Sequence[str],
     budgets: Sequence[int],
     temperatures: Sequence[float] = (0.0,),
+    acceptances: Sequence[str] = ("sample", "coupled"),
     max_new_tokens: int = 64,
     seed: int = 0,
     progress: Callable[[Iterable[Any], int], Iterable[Any]] = lambda items, total: items,
 ) -> list[PromptResult]:
-    """Run every prompt once without and once with the Weaver for each builder, budget and temperature.
+    """Run every prompt once without and once with the Weaver for each builder, budget, temperature and rule.
 
-    The Weaver's own `tree_config` is put back afterwards. `progress` wraps the iterator over the runs.
+    The rules are those of sampling; `coupled` is left out for builders that cannot be coupled. The Weaver's own
+    `tree_config` is put back afterwards. `progress` wraps the iterator over the runs.
     """
-    before = weaver.tree_config.builder, weaver.tree_config.budget
+    before, weaver.tree_config = weaver.tree_config, replace(weaver.tree_config)
     results: list[PromptResult] = []
     total = len(prompts) * len(temperatures)
     try:
@@ -129,7 +140,7 @@ def run_bench(
             inputs = tokenizer(prompt.prompt, return_tensors="pt").to(model.device)
             options = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
             if temperature > 0:
-                options["temperature"] = temperature
+                options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
 
             def timed(**kwargs: Any) -> tuple[list[int], float]:
                 torch.manual_seed(seed)
@@ -142,42 +153,53 @@ def run_bench(
                 timed(max_new_tokens=2)
                 timed(max_new_tokens=2, assistant_model=weaver)
             plain, plain_seconds = timed()
+            if temperature > 0:
+                seconds_a_token = plain_seconds / len(plain)
+                weaver.tree_config.budget, weaver.tree_config.acceptance = 0, None
+                plain, _ = timed(assistant_model=weaver)
+                plain_seconds = seconds_a_token * len(plain)
             onset = loop_onset(inputs.input_ids[0].tolist(), plain)
-            for builder in builders:
-                for budget in budgets:
-                    weaver.tree_config.builder, weaver.tree_config.budget = builder, budget
-                    output, seconds = timed(assistant_model=weaver)
-                    stats = weaver.stats
-                    assert stats is not None
-                    results.append(
-                        PromptResult(
-                            domain=prompt.domain,
-                            index=index,
-                            builder=builder,
-                            budget=budget,
-                            temperature=temperature,
-                            runs=stats.whole_runs,
-                            loop_free_runs=runs_before(stats.whole_runs, onset),
-                            expected=stats.expected[: len(stats.whole_runs)],
-                            new_tokens=len(output),
-                            target_passes=stats.target_passes,
-                            drafted_nodes=stats.drafted_nodes,
-                            identical=output == plain,
-                            seconds=seconds,
-                            plain_seconds=plain_seconds,
-                        )
+            for builder, budget, rule in itertools.product(
+                builders, budgets, acceptances if temperature > 0 else ("greedy",)
+            ):
+                if rule == "coupled" and not getattr(BUILDERS.get(builder), "needs_block", False):
+                    continue
+                weaver.tree_config.builder, weaver.tree_config.budget = builder, budget
+                weaver.tree_config.acceptance = None if rule == "greedy" else rule
+                output, seconds = timed(assistant_model=weaver)
+                stats = weaver.stats
+                assert stats is not None
+                results.append(
+                    PromptResult(
+                        domain=prompt.domain,
+                        index=index,
+                        builder=builder,
+                        budget=budget,
+                        temperature=temperature,
+                        acceptance=rule,
+                        runs=stats.whole_runs,
+                        loop_free_runs=runs_before(stats.whole_runs, onset),
+                        expected=stats.expected[: len(stats.whole_runs)],
+                        new_tokens=len(output),
+                        target_passes=stats.target_passes,
+                        drafted_nodes=stats.drafted_nodes,
+                        identical=output == plain,
+                        seconds=seconds,
+                        plain_seconds=plain_seconds,
                     )
+                )
     finally:
-        weaver.tree_config.builder, weaver.tree_config.budget = before
+        weaver.tree_config = before
     return results
 
 
 def summarize(results: Sequence[PromptResult], seed: int = 0) -> list[dict[str, Any]]:
-    """One row for each temperature, builder, budget and domain (and "all"): acceptance, its 95 % interval, time."""
-    keys = sorted({(r.temperature, r.builder, r.budget) for r in results})
+    """One row for each temperature, builder, budget, rule and domain (and "all"): acceptance, its interval, time."""
+    keys = sorted({(r.temperature, r.builder, r.budget, r.acceptance) for r in results})
     rows = []
-    for temperature, builder, budget in keys:
-        chosen = [r for r in results if (r.temperature, r.builder, r.budget) == (temperature, builder, budget)]
+    for key in keys:
+        temperature, builder, budget, acceptance = key
+        chosen = [r for r in results if (r.temperature, r.builder, r.budget, r.acceptance) == key]
         for domain in [d for d in DOMAINS if any(r.domain == d for r in chosen)] + ["all"]:
             part = [r for r in chosen if domain in (r.domain, "all")]
             seconds, plain = sum(r.seconds for r in part), sum(r.plain_seconds for r in part)
@@ -186,6 +208,7 @@ def summarize(results: Sequence[PromptResult], seed: int = 0) -> list[dict[str, 
                     "temperature": temperature,
                     "builder": builder,
                     "budget": budget,
+                    "acceptance": acceptance,
                     "domain": domain,
                     "prompts": len(part),
                     "identical": sum(r.identical for r in part),

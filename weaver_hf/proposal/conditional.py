@@ -145,7 +145,7 @@ def grow(
         if turn + 1 < len(widths) or prune:
             depth = node_depth[:, nodes]
             log_q = score(node_token[:, nodes], depth, ancestors[:, nodes], first)
-            edge, candidate = best(edge_scores(log_q), children)
+            edge, candidate = best(log_q.float(), children)
             path = node_score[:, nodes, None]
             reached = torch.minimum(path + edge, path)
             alive = (depth[..., None] < depths) & (reached <= path) & path.isfinite()  # also drops a NaN
@@ -160,14 +160,6 @@ def grow(
         parts.append((cell_score, cell_token, cell_parent.expand(batch, -1)))
     scores, tokens, parents = (torch.cat(part, 1) for part in zip(*parts, strict=True))
     return keep_best(anchors, scores, tokens, parents, slots, budget)
-
-
-def edge_scores(log_q: Tensor) -> Tensor:
-    """What candidates are chosen and paths are summed by, `[B, W, K]`, from their conditional log-probabilities.
-
-    The one place between a scorer and the search: noise that couples the draft to the target's sampling enters here.
-    """
-    return log_q.float()
 
 
 def keep_best(anchors: Tensor, scores: Tensor, tokens: Tensor, parents: Tensor, slots: int, budget: int) -> TokenTree:

@@ -50,6 +50,7 @@ class MarginalBuilder(BlockBuilder):
             parents=torch.cat([parents.new_full((batch, 1), -1), torch.where(real, parents, 0)], 1),
             log_probs=torch.cat([kept.new_zeros(batch, 1), kept], 1),
             sizes=1 + real.sum(1),
+            max_depth=min(depths, budget),
         )
 
 

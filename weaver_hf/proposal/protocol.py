@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from ..drafter import DraftBlock
+from ..noise import GumbelField
 from ..target.taps import TapStates
 from ..tree import TokenTree
 
@@ -48,6 +49,7 @@ class DraftContext:
         device: where the tree belongs.
         block: what the block drafter proposes; None where the Weaver has no drafter.
         score: of the block's candidates given their paths; None where the builder needs no adapter.
+        noise: what the target will draw with, from the token behind the anchor on; None for trees built without it.
     """
 
     history: Sequence[Sequence[int]]
@@ -55,6 +57,7 @@ class DraftContext:
     device: torch.device
     block: DraftBlock | None = None
     score: Scorer | None = None
+    noise: GumbelField | None = None
 
     @cached_property
     def anchors(self) -> torch.Tensor:

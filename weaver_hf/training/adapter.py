@@ -22,9 +22,10 @@ from ..adapter import AdapterScorer, head_product
 from ..drafter import DraftBlock
 from ..modeling_weaver import WeaverModel
 from ..proposal.conditional import WeaverBuilder, grow
+from ..scoring import DraftRule
 from ..target.attach import unwrap
 from ..target.families import family_of
-from ..target.taps import TapSink, TapStates
+from ..target.taps import TapSink
 from .blocks import (
     BlockBatch,
     BlockNetwork,
@@ -35,8 +36,10 @@ from .blocks import (
     run_blocks,
     sample_anchors,
     slot_weights,
+    states_before,
     target_pass,
 )
+from .coupling import fit_adapter_coupling
 from .data import Sequences
 from .drafter import DEV_ANCHORS, FITTED_AT, fit_depths
 from .loop import Batch, TrainConfig, plot, run
@@ -125,7 +128,9 @@ def train(
 
     last = run(weaver.adapter, loss_of, evaluation, data, folder, config, accelerator, pad)
     if accelerator.is_main_process:
-        weaver.tree_config.adapter_temperature = fit_temperatures(target, weaver.eval(), data, config, pad, sink)
+        given = (target, weaver.eval(), data, config, pad, sink)
+        weaver.tree_config.adapter_temperature = fit_temperatures(*given)
+        weaver.tree_config.adapter_coupling_temperature = fit_adapter_coupling(*given)
         weaver.to(target.dtype).save_pretrained(folder)
         plot(folder)
     accelerator.wait_for_everyone()
@@ -173,12 +178,6 @@ def candidate_probabilities(
     places = rows_before(blocks, scaled.shape[1])  # [B, A, D]
     chosen = scaled[rows[..., None], places[..., None], token_ids]
     return (chosen - scaled.logsumexp(-1)[rows, places][..., None]).exp()
-
-
-def states_before(taps: TapStates, anchors: Tensor) -> Tensor:
-    """The target's final states of the rows that chose the anchors `[B, A]`: `[B, A, H]`."""
-    final = taps.final_hidden
-    return final.gather(1, (anchors - 1).clamp(min=0)[..., None].expand(-1, -1, final.shape[-1]))
 
 
 def pool_loss(
@@ -266,13 +265,14 @@ def evaluate(
 
 def weaver_accepted(target: Any, weaver: WeaverModel, part: PoolBatch, chosen: Tensor) -> Tensor:
     """Drafted tokens that the text accepts from Weaver's trees at the blocks `chosen [B, A]`: `[X]`."""
-    draft = DraftBlock(*(x[chosen] for x in part.draft))
+    draft = DraftBlock(*(x[chosen] for x in part.draft if x is not None))
     labels, anchors = part.blocks.labels[chosen], part.tokens[chosen][:, :1]
     depths = labels.shape[-1]
-    warm = torch.ones(depths, device=labels.device)
     embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
     assert weaver.adapter is not None
-    scorer = AdapterScorer(weaver.adapter, embedding, head, draft, part.target_hidden[chosen], warm)
+    scorer = AdapterScorer(
+        weaver.adapter, embedding, head, draft, part.target_hidden[chosen], DraftRule([1.0] * depths)
+    )
     builder = WeaverBuilder(DEV_BUDGET)
     tree = grow(draft.token_ids, anchors, scorer, DEV_BUDGET, builder.widths, builder.children, prune=True)
     padded = torch.cat([labels, labels.new_full((len(labels), 1), -1)], 1)

@@ -137,6 +137,12 @@ def rows_before(blocks: "BlockBatch", length: int) -> Tensor:
     return before.clamp(max=length - 1)
 
 
+def states_before(taps: TapStates, anchors: Tensor) -> Tensor:
+    """The target's final states of the rows that chose the anchors `[B, A]`: `[B, A, H]`."""
+    final = taps.final_hidden
+    return final.gather(1, (anchors - 1).clamp(min=0)[..., None].expand(-1, -1, final.shape[-1]))
+
+
 def target_probabilities(target_logits: Tensor, blocks: "BlockBatch", temperatures: Tensor) -> Tensor:
     """The target's distribution of each label `[B, A, D, V]` at its sequence's temperature `[B]` (0: its choice)."""
     rows = torch.arange(len(target_logits), device=target_logits.device)[:, None, None]

@@ -25,6 +25,7 @@ from .blocks import (
     sample_anchors,
     target_pass,
 )
+from .coupling import fit_coupling
 from .data import Sequences
 from .loop import Batch, TrainConfig, plot, run
 
@@ -74,7 +75,9 @@ def train(
 
     last = run(BlockNetwork(drafter), loss_of, evaluation, data, folder, config, accelerator, pad)
     if accelerator.is_main_process:
-        weaver.tree_config.draft_temperature = fit_temperatures(target, weaver.eval(), data, config, pad, sink)
+        given = (target, weaver.eval(), data, config, pad, sink)
+        weaver.tree_config.draft_temperature = fit_temperatures(*given)
+        weaver.tree_config.coupling_temperature = fit_coupling(*given)
         weaver.to(target.dtype).save_pretrained(folder)
         plot(folder)
     accelerator.wait_for_everyone()
