@@ -1,8 +1,8 @@
 """The promise: on the bench prompts, greedy text in fp32 is token for token what stock transformers writes.
 
 `make test` runs three prompts a domain with each builder and each size of tree by itself; `make test-slow` the other 189
-with the builders, and the sizes, in turn from step to step, and all of it on the other end of the transformers range. A difference counts unless stock's own two best
-logits are closer than 1e-4 there; such near ties are listed as warnings.
+with the builders, and the sizes, in turn from step to step, and all of it on the other end of the transformers range. A
+difference counts unless stock's own two best logits are closer than 1e-4 there; such near ties are listed as warnings.
 """
 
 import dataclasses
@@ -13,11 +13,9 @@ import pytest
 import torch
 from support import OracleBuilder, bench_prompts, stock_output
 
-from weaver_hf import TreeConfig, WeaverModel
+from weaver_hf import TreeConfig
 from weaver_hf.bench import DOMAINS
-from weaver_hf.configuration_weaver import AdapterConfig
 from weaver_hf.proposal import BUILDERS
-from weaver_hf.tiny import WEAVER
 
 NEW = 64
 NEAR_TIE = 1e-4
@@ -39,18 +37,6 @@ class InTurn:
         return next(self.builders)(context)
 
 
-@pytest.fixture(scope="module")
-def weaver(trio):
-    """A Weaver of its own on the trio's target: the embedded drafter with an adapter of random weights."""
-    torch.manual_seed(11)
-    weaver = WeaverModel.from_pretrained(WEAVER).init_adapter(
-        AdapterConfig("rope", rank=64, num_heads=4, mlp_dim=96, pool_size=64)
-    )
-    torch.nn.init.normal_(weaver.adapter.lm_head_query_in.weight, std=0.1)
-    yield weaver.attach(trio[0])
-    weaver.detach()
-
-
 def cases():
     for index in range(30 * len(DOMAINS)):
         domain, number = DOMAINS[index // 30], index % 30
@@ -61,8 +47,8 @@ def cases():
 
 
 @pytest.mark.parametrize(("index", "tree"), list(cases()))
-def test_greedy_text_equals_stock_token_for_token(trio, weaver, monkeypatch, index, tree):
-    model = trio[0]
+def test_greedy_text_equals_stock_token_for_token(trio, monkeypatch, index, tree):
+    model, _, weaver = trio
     domain, ids = bench_prompts()[index]
     text, gaps = stock_output(index, NEW)
     if tree == "drafted-in-turn":
