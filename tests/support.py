@@ -25,8 +25,6 @@ from weaver_hf.proposal import DraftContext
 from weaver_hf.target.compat import CACHE_KEY
 from weaver_hf.tiny import TARGET
 
-#: `do_sample=True` decodes with a Weaver. Until it does, the rows of the option tests that sample expect the refusal.
-SAMPLES = True
 KINDS = ("chain", "star", "comb", "random")
 VOCAB = 128
 

@@ -1,8 +1,7 @@
 """Each option of `generate`, with and without the assistant: the same output, or a refusal by name. None is ignored.
 
 The tables name every field of `GenerationConfig`, every argument of `generate` and every input of the model; one that a
-newer transformers adds fails here until somebody has decided what it does. `support.SAMPLES` says whether rows that
-sample are to decode or to be refused.
+newer transformers adds fails here until somebody has decided what it does.
 """
 
 import copy
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import SAMPLES, OracleBuilder, prompt_ids, stock_model, tiny_random_model
+from support import OracleBuilder, prompt_ids, stock_model, tiny_random_model
 from transformers import (
     CompileConfig,
     ContinuousBatchingConfig,
@@ -431,7 +430,7 @@ def test_a_model_without_a_pad_token_decodes(monkeypatch):
     assert torch.equal(assisted(models[1], weaver, monkeypatch, theirs, inputs=PROMPT, **options), theirs)
 
 
-# ---- sampling: support.SAMPLES decides -------------------------------------------------------------------------------
+# ---- sampling --------------------------------------------------------------------------------------------------------
 
 SAMPLING = {name: TABLE[name].options for name in rows(Sampled)}
 # Options of other tables that must hold under sampling too.
@@ -449,10 +448,6 @@ def test_sampled_tokens_lie_in_stocks_support(pair, monkeypatch, name):
     model, weaver = pair
     options = {**PLAIN, **SAMPLING[name], "do_sample": True}
     drafts = torch.cat([PROMPT, torch.tensor([plain_text()])], 1)
-    if not SAMPLES:
-        with pytest.raises(errors.SamplingNotSupportedError):
-            assisted(model, weaver, monkeypatch, drafts, inputs=PROMPT, **options)
-        return
     out = assisted(
         model, weaver, monkeypatch, drafts, inputs=PROMPT, output_scores=True, return_dict_in_generate=True, **options
     )
@@ -484,10 +479,6 @@ def test_length_rules_hold_under_sampling(pair, monkeypatch, options, length):
     model, weaver = pair
     drafts = torch.cat([PROMPT, torch.tensor([plain_text()])], 1)
     call = {"inputs": PROMPT, **PLAIN, "temperature": 0.2, **options, "do_sample": True}
-    if not SAMPLES:
-        with pytest.raises(errors.SamplingNotSupportedError):
-            assisted(model, weaver, monkeypatch, drafts, **call)
-        return
     assert assisted(model, weaver, monkeypatch, drafts, **call).shape[1] == PROMPT.shape[1] + length
 
 
