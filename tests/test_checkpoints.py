@@ -153,31 +153,38 @@ def test_other_speculators_are_refused_by_name(tmp_path, change, match):
         WeaverModel.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("hidden", "inter", "layers", "heads", "kv", "taps", "tensors", "billions"),
-    [
-        (2560, 9728, 5, 32, 8, 5, 58, 0.537),
-        (4096, 12288, 5, 32, 8, 5, 58, 1.049),
-        (2048, 6144, 8, 32, 4, 5, 91, 0.474),
-        (5120, 17408, 5, 32, 8, 5, 58, None),
-        (896, 4864, 5, 14, 2, 5, 58, None),
-    ],
-    ids=["Qwen3-4B", "Qwen3-8B", "Qwen3.5-35B-A3B", "Qwen3.6-27B", "Qwen2.5-0.5B"],
-)
-def test_published_shapes_on_the_meta_device(hidden, inter, layers, heads, kv, taps, tensors, billions):
-    dim = 64 if hidden == 896 else 128
+# Target: hidden, intermediate, layers, heads, KV heads, head dim, taps, mask token, tensors, billions of parameters, bias.
+# What the published configurations say; where one says no intermediate size, it is any number here.
+PUBLISHED = {
+    "Qwen3-4B": (2560, 9728, 5, 32, 8, 128, (1, 9, 17, 25, 33), 151669, 58, 0.537, False),
+    "Qwen3-8B": (4096, 12288, 5, 32, 8, 128, (1, 9, 17, 25, 33), 151669, 58, 1.049, False),
+    "Qwen3.5-4B": (2560, 9728, 5, 32, 8, 128, (1, 8, 15, 22, 29), 248070, 58, 0.537, False),
+    "Qwen3.5-9B": (4096, 12288, 5, 32, 8, 128, (1, 8, 15, 22, 29), 248070, 58, 1.049, False),
+    "Qwen3.5-35B-A3B": (2048, 6144, 8, 32, 4, 128, (1, 10, 19, 28, 37), 248070, 91, 0.474, False),
+    "Qwen3.6-27B": (5120, 17408, 5, 32, 8, 128, (1, 16, 31, 46, 61), 248070, 58, None, False),
+    "LFM2.5-1.2B": (2048, 6144, 8, 32, 8, 64, (1, 4, 7, 10, 13), 16, 91, None, False),
+    "Qwen2.5-0.5B": (896, 4864, 5, 14, 2, 64, (1, 6, 11, 16, 21), 151669, 58, None, False),
+    "gpt-oss-20b": (2880, 2880, 8, 64, 8, 64, (1, 6, 11, 16, 21), 200000, 123, None, True),
+}
+
+
+@pytest.mark.parametrize("target", PUBLISHED)
+def test_published_shapes_on_the_meta_device(target):
+    hidden, inter, layers, heads, kv, dim, taps, mask, tensors, billions, bias = PUBLISHED[target]
     config = WeaverConfig(
-        vocab_size=1000, hidden_size=hidden, intermediate_size=inter, num_hidden_layers=layers, mask_token_id=1,
-        num_attention_heads=heads, num_key_value_heads=kv, head_dim=dim, target_layer_ids=list(range(taps)),
+        vocab_size=248320, hidden_size=hidden, intermediate_size=inter, num_hidden_layers=layers, mask_token_id=mask,
+        num_attention_heads=heads, num_key_value_heads=kv, head_dim=dim, target_layer_ids=list(taps),
+        attention_bias=bias,
     )  # fmt: skip
     with torch.device("meta"):
         state = WeaverModel(config).drafter.state_dict()
     assert len(state) == tensors
-    assert state["fc.weight"].shape == (hidden, taps * hidden)
+    assert state["fc.weight"].shape == (hidden, len(taps) * hidden)
     assert state["layers.0.self_attn.q_proj.weight"].shape == (heads * dim, hidden)
     assert state["layers.0.self_attn.k_proj.weight"].shape == (kv * dim, hidden)
     assert state["layers.0.self_attn.o_proj.weight"].shape == (hidden, heads * dim)
     assert state["layers.0.self_attn.q_norm.weight"].shape == (dim,)
     assert state["layers.0.mlp.down_proj.weight"].shape == (hidden, inter)
+    assert ("layers.0.self_attn.o_proj.bias" in state) is bias
     if billions is not None:
         assert sum(t.numel() for t in state.values()) / 1e9 == pytest.approx(billions, abs=5e-4)
