@@ -71,7 +71,7 @@ def test_a_small_bench_from_prompts_to_json(trio):
     assert [(row["budget"], row["domain"]) for row in rows] == [(b, d) for b in (3, 7) for d in ("math", "chat", "all")]
     data = json.loads(json.dumps(report(results, model, {"max_new_tokens": 12}, seed=0)))
     assert data["environment"]["dtype"] == "float32"
-    assert weaver.tree_config.builder == "marginal"
+    assert weaver.tree_config.builder == "weaver"
     assert weaver.tree_config.budget is None
 
 
