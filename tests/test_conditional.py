@@ -134,6 +134,12 @@ def test_the_papers_trees_equal_the_heaps(seed, shape, budget, ties):
         assert nodes_of(tree, row) == expected
 
 
+@pytest.mark.parametrize("kind", [WeaverBuilder, PaperBuilder])
+def test_a_budget_of_0_is_the_root_alone(kind):
+    tree = run(kind(0), RandomScores(5, 0), depths=3, pool=5, batch=2).validate()
+    assert tree.token_ids.tolist() == [[ANCHOR], [ANCHOR]]
+
+
 def run(builder, scores, depths, pool, batch=1):
     ids = candidates(batch, depths, pool)
     block = DraftBlock(torch.zeros(batch, depths, 1), ids, torch.zeros(ids.shape), torch.zeros(ids.shape))

@@ -43,7 +43,7 @@ class WeaverBuilder:
         self, budget: int, rounds: int | None = None, parents: int | None = None, children: int | None = None
     ) -> None:
         self.budget = budget
-        rounds = rounds or min(ROUNDS, budget)
+        rounds = rounds or max(1, min(ROUNDS, budget))
         self.widths = [1] + [parents or -(-budget // rounds)] * (rounds - 1)
         self.children = children or CHILDREN
 
@@ -67,7 +67,7 @@ class PaperBuilder:
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
-        width = -(-budget // 16)
+        width = max(1, -(-budget // 16))
         self.widths = [1] + [width] * (budget // width) + ([budget % width] if budget % width else [])
 
     def __call__(self, context: DraftContext) -> TokenTree:
