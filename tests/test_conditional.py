@@ -116,6 +116,7 @@ def test_grown_and_pruned_trees_equal_the_heaps(seed, shape, budget, rounds, par
     scores = RandomScores(pool, seed, ties)
     tree = grow(candidates(2, depths, pool), anchors, scores, budget, widths, children, prune=True).validate()
     assert scores.asked == widths
+    assert tree.depth_limit <= depths, "acceptance makes noise for no more depths than there are"
     for row in range(2):
         expected = heap_tree(scores, row, depths, pool, budget, widths, min(children, pool), prune=True)
         assert nodes_of(tree, row) == expected

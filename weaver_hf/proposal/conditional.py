@@ -9,6 +9,7 @@ what it took, and does not score the last batch.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -159,7 +160,8 @@ def grow(
     if prune:
         parts.append((cell_score, cell_token, cell_parent.expand(batch, -1)))
     scores, tokens, parents = (torch.cat(part, 1) for part in zip(*parts, strict=True))
-    return keep_best(anchors, scores, tokens, parents, slots, budget)
+    tree = keep_best(anchors, scores, tokens, parents, slots, budget)
+    return replace(tree, max_depth=min(depths, budget))
 
 
 def keep_best(anchors: Tensor, scores: Tensor, tokens: Tensor, parents: Tensor, slots: int, budget: int) -> TokenTree:
