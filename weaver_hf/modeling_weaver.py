@@ -33,6 +33,7 @@ __all__ = ["WeaverModel"]
 logger = logging.get_logger(__name__)
 
 _HUB = ("cache_dir", "force_download", "local_files_only", "token")
+_PUSH = ("commit_message", "commit_description", "private", "revision", "create_pr", "tags")
 _CONTEXT = "_weaver_context"  # on a cache: id of the Weaver and its context
 
 
@@ -423,6 +424,8 @@ class WeaverModel(PreTrainedModel):
                 kwargs["state_dict"] = {k: v for k, v in self.state_dict().items() if not k.startswith("adapter.")}
         push = kwargs.pop("push_to_hub", False)
         repo_id = kwargs.pop("repo_id", Path(save_directory).name)
+        of_push = {name: kwargs.pop(name) for name in _PUSH if name in kwargs}
+        of_both = {name: kwargs[name] for name in ("token", "max_shard_size") if name in kwargs}
         # transformers would give tensors that were read from another format their old names back.
         super().save_pretrained(save_directory, save_original_format=False, **kwargs)
         if next(self.parameters(), None) is None:
@@ -431,7 +434,7 @@ class WeaverModel(PreTrainedModel):
         if with_door:
             write_door(save_directory)
         if push:  # after the files above, which transformers' own push would miss
-            self.push_to_hub(repo_id, custom_generate=with_door, token=kwargs.get("token"))
+            self.push_to_hub(repo_id, custom_generate=with_door, **of_push, **of_both)
 
     def push_to_hub(self, repo_id: str, *, custom_generate: bool = False, **kwargs: Any) -> str:
         """Upload what `save_pretrained` writes; `custom_generate=True` adds that layout and the Hub's tag for it."""
