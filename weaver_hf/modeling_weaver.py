@@ -314,7 +314,7 @@ class WeaverModel(PreTrainedModel):
         return self.adapter is not None and self.config.adapter_initialized
 
     def init_adapter(self, config: AdapterConfig, weights: dict[str, Tensor] | None = None) -> "WeaverModel":
-        """Put an adapter beside the drafter, in place of any other, and make `"weaver"` the builder.
+        """Put an adapter beside the drafter, in place of any other and its fits, and make `"weaver"` the builder.
 
         A fresh one has a zero `lm_head_query_in`: until it is trained, the conditionals are the drafter's marginals,
         renormalised to the pool.
@@ -345,6 +345,7 @@ class WeaverModel(PreTrainedModel):
         self.adapter, self._tables = adapter, None
         self.config.adapter_initialized = True
         self.tree_config.builder = "weaver"
+        self.tree_config.adapter_temperature, self.tree_config.adapter_coupling_temperature = {}, {}
         return self
 
     def pool_size(self, tree_config: TreeConfig) -> int:
@@ -511,13 +512,15 @@ class WeaverModel(PreTrainedModel):
                 declared,
                 "Check that weights and config.json come from the same artifact.",
             )
+        asked = kwargs.get("dtype", kwargs.get("torch_dtype")) not in (None, "auto")
         if model.has_adapter:
             check_finite(model.adapter, name)
-            stored, asked = model.adapter.config.dtype, kwargs.get("dtype", kwargs.get("torch_dtype"))
+            stored = model.adapter.config.dtype
             if stored is not None:
-                model.adapter.to(getattr(torch, stored) if asked in (None, "auto") else model.dtype)
+                model.adapter.to(model.dtype if asked else getattr(torch, stored))
         if adapter is not None:
             load_adapter(model, str(adapter), {key: kwargs[key] for key in _HUB if key in kwargs})
+            model.adapter.to(model.device, model.dtype if asked else None)
         return (model, info) if wants_info else model
 
     def __getstate__(self) -> dict[str, Any]:
