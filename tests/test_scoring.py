@@ -17,7 +17,14 @@ from transformers import (
 from transformers.generation import InfNanRemoveLogitsProcessor, TopHLogitsWarper
 
 from weaver_hf.noise import gumbel
-from weaver_hf.scoring import _STATELESS, DraftRule, candidate_log_probs, drafter_processors, is_stateless, process_nodes
+from weaver_hf.scoring import (
+    _STATELESS,
+    DraftRule,
+    candidate_log_probs,
+    drafter_processors,
+    is_stateless,
+    process_nodes,
+)
 
 KNOWN = [
     TemperatureLogitsWarper(0.7),
