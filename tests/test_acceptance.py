@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from support import KINDS, random_tree
 
 from weaver_hf import TokenTree
-from weaver_hf.acceptance import follow
+from weaver_hf.acceptance import choose, follow
+from weaver_hf.noise import GumbelField
 
 
 def walk(tree, choices, row):
@@ -44,3 +45,12 @@ def test_padding_is_never_accepted_though_it_carries_the_anchors_token():
 def test_the_root_alone_gives_the_bonus_token():
     path, tokens, lengths = follow(TokenTree.from_lists([[7]], [[-1]]), torch.tensor([[3]]))
     assert (path.tolist(), tokens.tolist(), lengths.tolist()) == ([[0]], [[3]], [1])
+
+
+def test_a_root_with_nothing_but_padding_below_it_chooses_as_it_does_alone():
+    """Padding has depth 1, one more than the deepest node here."""
+    alone = TokenTree.from_lists([[7]], [[-1]])
+    scores = torch.randn(1, 4, 11, generator=torch.Generator().manual_seed(0))
+    field = GumbelField(torch.tensor([3]), torch.tensor([5]))
+    padded = choose(alone.pad_to(4), torch.arange(4), scores, field)
+    assert padded[0, 0] == choose(alone, torch.arange(1), scores[:, :1], field)[0, 0]

@@ -1,6 +1,7 @@
 """The adapter against an evaluation written from its specification, path by path, and its ways to be evaluated."""
 
 import math
+from functools import cached_property
 
 import peft
 import pytest
@@ -12,6 +13,7 @@ from weaver_hf.adapter import AdapterScorer, FoldedTables, TopKAdapter, is_plain
 from weaver_hf.configuration_weaver import AdapterConfig
 from weaver_hf.drafter import DraftBlock
 from weaver_hf.errors import CheckpointError, MissingAdapterError, NotAttachedError, TreeConfigError
+from weaver_hf.noise import GumbelField, gumbel
 from weaver_hf.proposal import BUILDERS, DraftContext, MarginalBuilder, WeaverBuilder
 from weaver_hf.proposal.conditional import grow
 from weaver_hf.scoring import DraftRule
@@ -312,6 +314,26 @@ def test_an_untrained_adapter_scores_as_the_drafter_does_inside_the_pool():
     assert paths_of(tree) == paths_of(expected)
 
 
+@torch.no_grad()
+def test_a_coupled_adapter_adds_to_each_depth_the_noise_that_decides_there():
+    """Candidates of depth `d + 1` are drawn at a node of depth `d`, with the noise of the position `d` further on."""
+    model = tiny_random_model()
+    weaver = random_weaver().init_adapter(adapter_config())
+    _, block, target_hidden = scoring(weaver.adapter, model)
+    noise = GumbelField(torch.tensor([11]), torch.tensor([23]))
+    block = block._replace(gumbels=noise.rows(DEPTHS, VOCAB).gather(-1, block.token_ids))
+    rule = DraftRule(torch.linspace(0.7, 1.4, DEPTHS).tolist(), torch.linspace(0.5, 2.0, DEPTHS).tolist())
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    scores = chain_scores(
+        AdapterScorer(weaver.adapter, embedding, head, block, target_hidden, rule), torch.tensor([[3, 1, 4]])
+    )
+    for depth in range(3):
+        log_q = (block.logits[0, depth] / rule.temperatures[depth]).log_softmax(-1)
+        drawn_with = gumbel(torch.tensor([11]), torch.tensor([[23 + depth]]), VOCAB)[0, 0][block.token_ids[0, depth]]
+        expected = ((log_q + drawn_with) / rule.couplings[depth]).log_softmax(-1)
+        torch.testing.assert_close(scores[0, depth], expected, atol=1e-5, rtol=1e-5)
+
+
 def paths_of(tree, row=0):
     return {tuple(tree.token_ids[row, tree.path(node, row)[1:]].tolist()) for node in range(1, int(tree.sizes[row]))}
 
@@ -364,6 +386,19 @@ def test_the_adapter_reads_the_target_state_whose_logits_chose_the_anchor(monkey
         chosen = [int(model.get_output_embeddings()(state).argmax(-1)) for state in seen]
     assert chosen == anchors
     assert len(set(anchors)) > 3
+
+
+@pytest.mark.parametrize("builder", ["suffix", "marginal", "weaver"])
+@pytest.mark.parametrize("budget", [0, 5])
+def test_anchors_are_uploaded_once_a_step(monkeypatch, builder, budget):
+    model, weaver = attached()
+    uploads = []
+    counted = cached_property(lambda self: uploads.append(self) or torch.tensor([row[-1:] for row in self.history]))
+    counted.__set_name__(DraftContext, "anchors")
+    monkeypatch.setattr(DraftContext, "anchors", counted)
+    weaver.tree_config.builder, weaver.tree_config.budget = builder, budget
+    model.generate(prompt_ids(), max_new_tokens=8, do_sample=False, assistant_model=weaver)
+    assert len(uploads) == weaver.stats.steps
 
 
 def test_the_settings_of_the_tree_reach_the_builder(monkeypatch):

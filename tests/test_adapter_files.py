@@ -240,6 +240,20 @@ def test_an_artifact_of_ours_lends_its_adapter(drafter, tmp_path):
     assert weaver.tree_config.builder == "weaver"
 
 
+def test_the_temperatures_fitted_to_an_adapter_come_and_go_with_it(saved, drafter, tmp_path):
+    whole = random_weaver(adapter=adapter_config("rope"))
+    whole.tree_config.adapter_temperature = {"1.0": [1.3] * 7}
+    whole.tree_config.adapter_coupling_temperature = {"1.0": [0.9] * 7}
+    whole.tree_config.draft_temperature = {"1.0": [1.1] * 7}
+    whole.save_pretrained(tmp_path / "whole")
+    lent = WeaverModel.from_pretrained(drafter, adapter=tmp_path / "whole").tree_config
+    assert (lent.adapter_temperature, lent.adapter_coupling_temperature) == ({"1.0": [1.3] * 7}, {"1.0": [0.9] * 7})
+    assert lent.draft_temperature == {}, "those are of the other drafter"
+    other = WeaverModel.from_pretrained(tmp_path / "whole", adapter=saved(payload())).tree_config
+    assert (other.adapter_temperature, other.adapter_coupling_temperature) == ({}, {})
+    assert other.draft_temperature == {"1.0": [1.1] * 7}
+
+
 def test_an_attached_bf16_weaver_keeps_one_dtype(saved, drafter):
     weaver = WeaverModel.from_pretrained(drafter, adapter=saved(payload()))
     weaver.attach(tiny_random_model().bfloat16())
@@ -251,6 +265,8 @@ def test_a_dtype_that_is_asked_for_holds_for_the_adapter_too(saved, drafter, tmp
     WeaverModel.from_pretrained(drafter, adapter=saved(payload())).save_pretrained(tmp_path / "ours")
     loaded = WeaverModel.from_pretrained(tmp_path / "ours", dtype=asked)
     assert {p.dtype for p in loaded.parameters()} == {asked}
+    beside = WeaverModel.from_pretrained(drafter, adapter=saved(payload()), dtype=asked)
+    assert {p.dtype for p in beside.parameters()} == {asked}
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,7 @@ def test_grown_and_pruned_trees_equal_the_heaps(seed, shape, budget, rounds, par
     scores = RandomScores(pool, seed, ties)
     tree = grow(candidates(2, depths, pool), anchors, scores, budget, widths, children, prune=True).validate()
     assert scores.asked == widths
+    assert tree.depth_limit <= depths, "acceptance makes noise for no more depths than there are"
     for row in range(2):
         expected = heap_tree(scores, row, depths, pool, budget, widths, min(children, pool), prune=True)
         assert nodes_of(tree, row) == expected
@@ -132,6 +133,12 @@ def test_the_papers_trees_equal_the_heaps(seed, shape, budget, ties):
     for row in range(2):
         expected = heap_tree(scores, row, depths, pool, budget, builder.widths, min(8, pool), prune=False)
         assert nodes_of(tree, row) == expected
+
+
+@pytest.mark.parametrize("kind", [WeaverBuilder, PaperBuilder])
+def test_a_budget_of_0_is_the_root_alone(kind):
+    tree = run(kind(0), RandomScores(5, 0), depths=3, pool=5, batch=2).validate()
+    assert tree.token_ids.tolist() == [[ANCHOR], [ANCHOR]]
 
 
 def run(builder, scores, depths, pool, batch=1):

@@ -17,7 +17,14 @@ from transformers import (
 from transformers.generation import InfNanRemoveLogitsProcessor, TopHLogitsWarper
 
 from weaver_hf.noise import gumbel
-from weaver_hf.scoring import _STATELESS, candidate_log_probs, drafter_processors, is_stateless, process_nodes
+from weaver_hf.scoring import (
+    _STATELESS,
+    DraftRule,
+    candidate_log_probs,
+    drafter_processors,
+    is_stateless,
+    process_nodes,
+)
 
 KNOWN = [
     TemperatureLogitsWarper(0.7),
@@ -107,3 +114,16 @@ def test_a_larger_tau_is_less_sure():
     ]
     assert (best[0] > best[1]).all()
     assert (best[1] > best[2]).all()
+
+
+def test_a_rule_uploads_its_temperatures_once(monkeypatch):
+    """An upload waits for the device; the adapter's rule is asked in every round of a tree's growth."""
+    made = []
+    upload = torch.tensor
+    monkeypatch.setattr(torch, "tensor", lambda *args, **kwargs: made.append(args) or upload(*args, **kwargs))
+    rule = DraftRule([0.5] * 17, [2.0] * 17)
+    depths = torch.arange(3)[None]
+    first = rule.log_probs(logits())
+    assert len(made) == 1
+    torch.testing.assert_close(rule.log_probs(logits()[:, :3], depths=depths), first[:, :3])
+    assert len(made) == 1

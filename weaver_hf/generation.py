@@ -318,14 +318,14 @@ class WeaverCandidateGenerator(CandidateGenerator):
         if self.context is not None:
             self.weaver.read_taps(self.context, context.taps)
         if self.budget == 0:  # plain decoding
-            anchors = context.anchors.tolist()
+            anchors = [row[-1:] for row in context.history]
             return TokenTree.from_lists(anchors, [[-1] for _ in anchors], device=context.device)
         if not self.coupled:
-            context = replace(context, noise=None)
+            context.noise = None
         if self.context is not None and getattr(self._build, "needs_block", False):
             block = self.weaver.draft(context.anchors, self.context, self._marginals, self._pool, context.noise)
-            score = self.weaver.scorer(block, context.taps, self._conditionals) if self._conditional else None
-            context = replace(context, block=block, score=score)
+            context.block = block
+            context.score = self.weaver.scorer(block, context.taps, self._conditionals) if self._conditional else None
         return self._build(context)
 
     def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, None]:

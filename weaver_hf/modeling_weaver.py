@@ -33,6 +33,7 @@ __all__ = ["WeaverModel"]
 logger = logging.get_logger(__name__)
 
 _HUB = ("cache_dir", "force_download", "local_files_only", "token")
+_PUSH = ("commit_message", "commit_description", "private", "revision", "create_pr", "tags")
 _CONTEXT = "_weaver_context"  # on a cache: id of the Weaver and its context
 
 
@@ -313,7 +314,7 @@ class WeaverModel(PreTrainedModel):
         return self.adapter is not None and self.config.adapter_initialized
 
     def init_adapter(self, config: AdapterConfig, weights: dict[str, Tensor] | None = None) -> "WeaverModel":
-        """Put an adapter beside the drafter, in place of any other, and make `"weaver"` the builder.
+        """Put an adapter beside the drafter, in place of any other and its fits, and make `"weaver"` the builder.
 
         A fresh one has a zero `lm_head_query_in`: until it is trained, the conditionals are the drafter's marginals,
         renormalised to the pool.
@@ -344,6 +345,7 @@ class WeaverModel(PreTrainedModel):
         self.adapter, self._tables = adapter, None
         self.config.adapter_initialized = True
         self.tree_config.builder = "weaver"
+        self.tree_config.adapter_temperature, self.tree_config.adapter_coupling_temperature = {}, {}
         return self
 
     def pool_size(self, tree_config: TreeConfig) -> int:
@@ -423,6 +425,8 @@ class WeaverModel(PreTrainedModel):
                 kwargs["state_dict"] = {k: v for k, v in self.state_dict().items() if not k.startswith("adapter.")}
         push = kwargs.pop("push_to_hub", False)
         repo_id = kwargs.pop("repo_id", Path(save_directory).name)
+        of_push = {name: kwargs.pop(name) for name in _PUSH if name in kwargs}
+        of_both = {name: kwargs[name] for name in ("token", "max_shard_size") if name in kwargs}
         # transformers would give tensors that were read from another format their old names back.
         super().save_pretrained(save_directory, save_original_format=False, **kwargs)
         if next(self.parameters(), None) is None:
@@ -431,7 +435,7 @@ class WeaverModel(PreTrainedModel):
         if with_door:
             write_door(save_directory)
         if push:  # after the files above, which transformers' own push would miss
-            self.push_to_hub(repo_id, custom_generate=with_door, token=kwargs.get("token"))
+            self.push_to_hub(repo_id, custom_generate=with_door, **of_push, **of_both)
 
     def push_to_hub(self, repo_id: str, *, custom_generate: bool = False, **kwargs: Any) -> str:
         """Upload what `save_pretrained` writes; `custom_generate=True` adds that layout and the Hub's tag for it."""
@@ -508,13 +512,15 @@ class WeaverModel(PreTrainedModel):
                 declared,
                 "Check that weights and config.json come from the same artifact.",
             )
+        asked = kwargs.get("dtype", kwargs.get("torch_dtype")) not in (None, "auto")
         if model.has_adapter:
             check_finite(model.adapter, name)
-            stored, asked = model.adapter.config.dtype, kwargs.get("dtype", kwargs.get("torch_dtype"))
+            stored = model.adapter.config.dtype
             if stored is not None:
-                model.adapter.to(getattr(torch, stored) if asked in (None, "auto") else model.dtype)
+                model.adapter.to(model.dtype if asked else getattr(torch, stored))
         if adapter is not None:
             load_adapter(model, str(adapter), {key: kwargs[key] for key in _HUB if key in kwargs})
+            model.adapter.to(model.device, model.dtype if asked else None)
         return (model, info) if wants_info else model
 
     def __getstate__(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -75,10 +76,20 @@ class DraftRule:
 
     def log_probs(self, logits: Tensor, gumbels: Tensor | None = None, depths: Tensor | None = None) -> Tensor:
         """`candidate_log_probs` of `logits [B, D, K]`, one depth a row, or of rows that belong to `depths [B, W]`."""
-        taus = self.couplings or [1.0] * len(self.temperatures)
-        scales = torch.tensor([list(self.temperatures), list(taus)], device=logits.device)  # [2, D]
+        scales = self._scales_on(logits.device)
         scales = scales[:, None, : logits.shape[1]] if depths is None else scales[:, depths]
         return candidate_log_probs(logits, scales[0, ..., None], self.filters, gumbels, scales[1, ..., None])
+
+    def _scales_on(self, device: torch.device) -> Tensor:
+        """Temperatures and taus `[2, D]`, uploaded once: that waits for the device, and a tree asks every round."""
+        if device not in self._uploaded:
+            taus = self.couplings or [1.0] * len(self.temperatures)
+            self._uploaded[device] = torch.tensor([list(self.temperatures), list(taus)], device=device)
+        return self._uploaded[device]
+
+    @cached_property
+    def _uploaded(self) -> dict[torch.device, Tensor]:
+        return {}
 
 
 def candidate_log_probs(

@@ -120,8 +120,9 @@ class TokenTree:
 
     @property
     def depth_limit(self) -> int:
-        """A depth that no node exceeds, without asking the device."""
-        return self.num_nodes - 1 if self.max_depth is None else self.max_depth
+        """A depth that no node exceeds, padding (1) included, without asking the device."""
+        widest = self.num_nodes - 1
+        return widest if self.max_depth is None else min(max(self.max_depth, 1), widest)
 
     def path(self, node: int, row: int = 0) -> list[int]:
         """The nodes from the root to `node`, on the host."""

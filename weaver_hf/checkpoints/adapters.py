@@ -20,9 +20,14 @@ _SAME_DRAFTER = (
     "num_target_layers",
 )
 
+# Settings of `TreeConfig` that are fitted to one adapter.
+_FITS = ("adapter_temperature", "adapter_coupling_temperature")
+
 
 def load_adapter(weaver: Any, name: str, hub: dict[str, Any]) -> None:
     """Give a Weaver with a drafter the adapter of `name`, after checking that it was made for such a drafter.
+
+    Temperatures that were fitted to an adapter come with it, and those of an adapter that it replaces go.
 
     Args:
         weaver: a `WeaverModel`.
@@ -37,6 +42,7 @@ def load_adapter(weaver: Any, name: str, hub: dict[str, Any]) -> None:
     if path is not None:
         hidden_size, config, tensors = trymirai.read(path)
         differing = [("hidden_size", hidden_size, weaver.config.hidden_size)]
+        fits: dict[str, Any] = {}
     else:
         other = type(weaver).from_pretrained(name, **hub)
         if not other.has_adapter:
@@ -44,6 +50,7 @@ def load_adapter(weaver: Any, name: str, hub: dict[str, Any]) -> None:
                 f"a Weaver without an adapter in {name}", "one with an adapter", "Pass the adapter's own source."
             )
         config, tensors = other.adapter.config, other.adapter.state_dict()
+        fits = {setting: getattr(other.tree_config, setting) for setting in _FITS}
         differing = [(key, getattr(other.config, key), getattr(weaver.config, key)) for key in _SAME_DRAFTER]
     for key, theirs, ours in differing:
         if None not in (theirs, ours) and theirs != ours:
@@ -53,6 +60,8 @@ def load_adapter(weaver: Any, name: str, hub: dict[str, Any]) -> None:
                 "Load the adapter that was trained on this drafter.",
             )
     weaver.init_adapter(config, tensors)
+    for setting, fitted in fits.items():
+        setattr(weaver.tree_config, setting, fitted)
     check_finite(weaver.adapter, name)
 
 

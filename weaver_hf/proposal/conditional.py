@@ -9,6 +9,7 @@ what it took, and does not score the last batch.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ class WeaverBuilder:
         self, budget: int, rounds: int | None = None, parents: int | None = None, children: int | None = None
     ) -> None:
         self.budget = budget
-        rounds = rounds or min(ROUNDS, budget)
+        rounds = rounds or max(1, min(ROUNDS, budget))
         self.widths = [1] + [parents or -(-budget // rounds)] * (rounds - 1)
         self.children = children or CHILDREN
 
@@ -67,7 +68,7 @@ class PaperBuilder:
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
-        width = -(-budget // 16)
+        width = max(1, -(-budget // 16))
         self.widths = [1] + [width] * (budget // width) + ([budget % width] if budget % width else [])
 
     def __call__(self, context: DraftContext) -> TokenTree:
@@ -159,7 +160,8 @@ def grow(
     if prune:
         parts.append((cell_score, cell_token, cell_parent.expand(batch, -1)))
     scores, tokens, parents = (torch.cat(part, 1) for part in zip(*parts, strict=True))
-    return keep_best(anchors, scores, tokens, parents, slots, budget)
+    tree = keep_best(anchors, scores, tokens, parents, slots, budget)
+    return replace(tree, max_depth=min(depths, budget))
 
 
 def keep_best(anchors: Tensor, scores: Tensor, tokens: Tensor, parents: Tensor, slots: int, budget: int) -> TokenTree:

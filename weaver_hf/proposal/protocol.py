@@ -38,9 +38,9 @@ class Scorer(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class DraftContext:
-    """What a step knows before it drafts.
+    """What a step knows before it drafts. Made once a step, and filled in where it is: a copy would lose the anchors.
 
     Attributes:
         history: the committed token ids of each row, on the host; the last one is the anchor. It grows between calls.
@@ -61,7 +61,7 @@ class DraftContext:
 
     @cached_property
     def anchors(self) -> torch.Tensor:
-        """The last committed token of each row, int64 `[B, 1]`."""
+        """The last committed token of each row, int64 `[B, 1]`; uploaded once."""
         return torch.tensor([row[-1:] for row in self.history], device=self.device)
 
 
