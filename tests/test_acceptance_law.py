@@ -129,7 +129,9 @@ def check_exactly(tree, width, choices, weights):
     assert abs(float((weights * (accepted.lengths - 1)).sum()) - best) < 1e-12, "no lossless rule accepts more"
 
 
-@pytest.mark.parametrize("nodes", [*range(1, 8), *(pytest.param(n, marks=pytest.mark.slow) for n in (8, 9))])
+@pytest.mark.parametrize(
+    "nodes", [*range(1, 8), *(pytest.param(n, marks=[pytest.mark.slow, pytest.mark.once]) for n in (8, 9))]
+)
 def test_every_small_tree_emits_exactly_the_targets_law(nodes):
     for parents in shapes(nodes, width=2):
         tree = labelled(parents, width=2)

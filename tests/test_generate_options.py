@@ -469,7 +469,7 @@ def test_sampled_tokens_lie_in_stocks_support(pair, monkeypatch, name):
     [
         ({"max_new_tokens": 5}, 5),
         ({"max_length": 13, "max_new_tokens": None}, 4),
-        ({"min_new_tokens": 9, "eos_token_id": list(range(100))}, 9),
+        ({"min_new_tokens": 4, "eos_token_id": list(range(1, 128))}, 5),
         ({"eos_token_id": list(range(128))}, 1),
         ({"max_time": 1e-9}, 1),
     ],

@@ -68,7 +68,7 @@ def test_rows_of_a_batch_are_grown_apart():
     block = random_block(batch=3, seed=4)
     together = grow(MarginalBuilder(17), block)
     for row in range(3):
-        alone = grow(MarginalBuilder(17), DraftBlock(*(x[row : row + 1] for x in block)))
+        alone = grow(MarginalBuilder(17), DraftBlock(*(x[row : row + 1] for x in block if x is not None)))
         assert torch.equal(together.token_ids[row], alone.token_ids[0])
         assert torch.equal(together.parents[row], alone.parents[0])
 

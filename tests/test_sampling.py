@@ -266,7 +266,9 @@ def test_budget_0_decodes_token_by_token_without_the_drafter(drafting, monkeypat
 # ---- the law ----
 
 
-@pytest.mark.parametrize("texts", [pytest.param(150, id="150"), pytest.param(5000, id="5000", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "texts", [pytest.param(150, id="150"), pytest.param(5000, id="5000", marks=[pytest.mark.slow, pytest.mark.once])]
+)
 def test_texts_of_four_tokens_have_the_targets_law(texts):
     """Coupled trees of three nodes, so that most texts need a commit and some end inside an accepted path."""
     shape = {"vocab_size": 8, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
@@ -303,12 +305,10 @@ def test_texts_of_four_tokens_have_the_targets_law(texts):
 class InTurn:
     """Another builder at every step."""
 
-    needs_block = True
+    needs_block = needs_adapter = True
 
     def __init__(self, budget):
-        self.builders = itertools.cycle(
-            [BUILDERS[name](budget) for name in ("marginal", "chain", "suffix", "marginal")]
-        )
+        self.builders = itertools.cycle([BUILDERS[name](budget) for name in ("marginal", "chain", "suffix", "weaver")])
 
     def __call__(self, context):
         return next(self.builders)(context)
@@ -329,9 +329,9 @@ def cases():
     for index, temperature in itertools.product(range(30 * len(DOMAINS)), (0.7, 1.0)):
         domain, number = DOMAINS[index // 30], index % 30
         fast = (domain, number, temperature) in (("math", 0, 0.7), ("humaneval", 0, 1.0), ("chat", 0, 1.0))
-        ways = ("plain", "suffix", "chain", "chain-sample", "marginal", "marginal-sample")
+        ways = ("plain", "suffix", "chain", "marginal", "marginal-sample", "weaver", "weaver-sample")
         ways = ways if fast else ("in-turn",) if number % 2 else ("in-turn-sample",)
-        marks = [] if fast else [pytest.mark.slow]
+        marks = [] if fast else [pytest.mark.slow, pytest.mark.once]
         yield pytest.param(index, temperature, ways, id=f"{domain}-{number:02d}-T{temperature}", marks=marks)
 
 

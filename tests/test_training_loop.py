@@ -86,6 +86,7 @@ def test_a_loss_that_is_no_number_ends_the_run_before_its_state_is_saved(tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.once
 def test_two_processes_train_as_one_run(tmp_path):
     """`accelerate launch` with gloo: one log, one artifact, anchors of both processes counted, no process left behind."""
     text = tmp_path / "text.txt"
