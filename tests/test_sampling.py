@@ -8,6 +8,7 @@ import pytest
 import torch
 from support import (
     OracleBuilder,
+    adapter_config,
     bench_prompts,
     chi_square_p,
     prompt_ids,
@@ -36,9 +37,9 @@ def draw(model, weaver, ids=None, seed=7, new=NEW, builder="suffix", budget=9, a
 
 @pytest.fixture
 def drafting():
-    """A random hybrid and a random drafter attached to it."""
+    """A random hybrid and a random drafter and adapter attached to it."""
     model = tiny_random_model()
-    return model, random_weaver().attach(model)
+    return model, random_weaver(adapter=adapter_config("rope")).attach(model)
 
 
 PROCESSED = [
@@ -66,7 +67,8 @@ def test_every_way_to_draft_draws_the_same_text(drafting, monkeypatch, options):
     oracle = OracleBuilder(plain[0].tolist(), nodes=[9, 1, 5], hit=0.8)
     monkeypatch.setitem(BUILDERS, "oracle", lambda budget: oracle)
     for builder, acceptance in [
-        ("oracle", None), ("suffix", None), ("chain", None), ("chain", "sample"), ("marginal", None), ("marginal", "sample")
+        ("oracle", None), ("suffix", None), ("chain", None), ("chain", "sample"), ("marginal", None),
+        ("marginal", "sample"), ("weaver", None), ("weaver", "sample"), ("weaver-paper", None),
     ]:  # fmt: skip
         assert torch.equal(draw(*drafting, builder=builder, acceptance=acceptance, **options), plain), (
             builder,

@@ -7,7 +7,12 @@ import torch
 from support import adapter_config, random_weaver, tiny_random_model
 from test_training_drafter import TEXT, Letters, small
 
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
+
 from weaver_hf import WeaverModel
+from weaver_hf.cli import app
+from weaver_hf.tiny import TARGET
 from weaver_hf.training.adapter import (
     AdapterTrainConfig,
     PoolLossConfig,
@@ -16,7 +21,7 @@ from weaver_hf.training.adapter import (
     train,
 )
 from weaver_hf.training.blocks import BlockBatch, make_blocks, states_before, target_probabilities
-from weaver_hf.training.data import load_data, make_data
+from weaver_hf.training.data import TrainingDataError, load_data, make_data
 
 torch.manual_seed(0)
 
@@ -159,3 +164,19 @@ def test_blocks_without_labels_weigh_nothing():
     loss.backward()
     assert loss == 0
     assert (logits.grad == 0).all()
+
+
+@pytest.mark.parametrize("asked", [("--rank", "32"), ("--pool-size", "9"), ("--generation", "rope")], ids=str)
+def test_a_geometry_that_is_not_that_of_the_adapter_trained_on_is_refused(tmp_path, asked):
+    tiny_random_model().save_pretrained(tmp_path / "target")
+    AutoTokenizer.from_pretrained(TARGET).save_pretrained(tmp_path / "target")
+    random_weaver(adapter=adapter_config("learned")).save_pretrained(tmp_path / "drafter")
+    command = ["train", "adapter", "--drafter", "drafter", "--data", "data", "--out", "out", "--target", "target"]
+    paths = [str(tmp_path / x) if x in ("drafter", "data", "out", "target") and before.startswith("--") else x
+             for before, x in zip(["", *command], command)]  # fmt: skip
+    result = CliRunner().invoke(app, [*paths, *asked], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    name = asked[0].removeprefix("--").replace("-", "_")
+    assert f"{name} {asked[1]} beside the adapter of" in result.output
+    without = CliRunner().invoke(app, paths)
+    assert isinstance(without.exception, TrainingDataError), "it came past the geometry, to the data that is not there"

@@ -1,5 +1,7 @@
 """Fitting the temperatures of coupled drafts."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support import adapter_config, random_weaver, tiny_random_model
@@ -22,7 +24,7 @@ def fit(monkeypatch):
     data = Sequences(tokens, torch.arange(12) * 24, full(24), full(6), torch.tensor([0.0, 0.7, 1.0] * 4))
     sink = TapSink(family_of(target).decoder_of(target), weaver.config.target_layer_ids, target.device)
 
-    def run(drafted=None, **kwargs):
+    def run(drafted=None, greedy=False, **kwargs):
         if drafted is not None:
             real = coupling.held_out_slots
 
@@ -32,7 +34,8 @@ def fit(monkeypatch):
 
             monkeypatch.setattr(coupling, "held_out_slots", slots)
         config = TrainConfig(held_out=12, batch_size=5, width=24)
-        result = fit_coupling(target, weaver, data, config, 126, sink, **kwargs)
+        text = replace(data, temperatures=torch.zeros(12)) if greedy else data
+        result = fit_coupling(target, weaver, text, config, 126, sink, **kwargs)
         monkeypatch.undo()
         return result
 
@@ -51,6 +54,11 @@ def test_a_drafter_that_knows_the_target_is_trusted_and_one_that_knows_nothing_i
     noisy = lambda scale: lambda logits: logits + scale * torch.randn(logits.shape, generator=torch.Generator().manual_seed(3))  # noqa: E731  # fmt: skip
     close, far = (fit(noisy(scale), temperatures=[1.0])["1.0"] for scale in (0.3, 3.0))
     assert all(a < b for a, b in zip(close, far))
+
+
+def test_greedy_text_alone_fits_nothing(fit):
+    """It is found out at the end of a training run, which must not fail by it."""
+    assert fit(greedy=True) == {}
 
 
 def test_an_untrained_adapter_is_trusted_as_the_drafter_inside_its_pool_is():

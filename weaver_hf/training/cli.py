@@ -1,4 +1,4 @@
-"""`weaver-hf train data` and `weaver-hf train drafter`."""
+"""`weaver-hf train data`, `drafter` and `adapter`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -148,12 +148,14 @@ def adapter(
     data: Annotated[list[Path], typer.Option(help="Data set of `weaver-hf train data`; can be given several times.")],
     out: Annotated[Path, typer.Option(help="Folder of the artifact; a started run there is resumed.")],
     target: TargetOption = str(TARGET),
-    generation: Annotated[str, typer.Option(help="rope (rotary positions, SwiGLU) or learned (the paper's).")] = "rope",
+    generation: Annotated[
+        str | None, typer.Option(help="rope (rotary positions, SwiGLU) or learned (the paper's). [rope]")
+    ] = None,
     rank: Annotated[int | None, typer.Option(help="Width. [the target's, at most 2048]")] = None,
-    layers: Annotated[int, typer.Option(min=1)] = 1,
+    layers: Annotated[int | None, typer.Option(min=1, help="[1]")] = None,
     heads: Annotated[int | None, typer.Option(help="[rank / 64]")] = None,
     mlp_dim: Annotated[int | None, typer.Option(help="[rank]")] = None,
-    pool_size: Annotated[int, typer.Option(min=2, help="Candidates a depth.")] = 512,
+    pool_size: Annotated[int | None, typer.Option(min=2, help="Candidates a depth. [512]")] = None,
     anchors: Annotated[int, typer.Option(min=1, help="Blocks to train on in all.")] = 30_000_000,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences a step and process.")] = 64,
     anchors_per_sequence: Annotated[int, typer.Option(min=1)] = 64,
@@ -175,16 +177,31 @@ def adapter(
     weaver = WeaverModel.from_pretrained(drafter).float()
     if weaver.drafter is None:
         raise typer.BadParameter("the artifact has no drafter", param_hint="--drafter")
-    if not weaver.has_adapter:
+    if weaver.adapter is not None and weaver.has_adapter:
+        asked = {
+            "generation": generation,
+            "rank": rank,
+            "num_layers": layers,
+            "num_heads": heads,
+            "mlp_dim": mlp_dim,
+            "pool_size": pool_size,
+        }
+        for name, value in asked.items():
+            if value not in (None, getattr(weaver.adapter.config, name)):
+                raise typer.BadParameter(
+                    f"{name} {value} beside the adapter of {drafter}, which has {getattr(weaver.adapter.config, name)} "
+                    "and is trained on; leave it out, or name a drafter without an adapter"
+                )
+    else:
         rank = rank or min(model.config.get_text_config().hidden_size, 2048)
         geometry = AdapterConfig(
-            generation=generation,
+            generation=generation or "rope",
             rank=rank,
-            num_layers=layers,
+            num_layers=layers or 1,
             num_heads=heads or max(rank // 64, 1),
             mlp_dim=mlp_dim or rank,
             max_depth=weaver.config.block_size - 1,
-            pool_size=pool_size,
+            pool_size=pool_size or 512,
         )
         weaver.init_adapter(geometry)
     config = AdapterTrainConfig(
