@@ -1,0 +1,444 @@
+"""Counts what any builder would have accepted of a known text: exact, and far cheaper than to decode it again.
+
+Without `lossy_margin` a tree never changes the text, and a step's tree depends on the text before it alone (and on the
+noise, which position and seed fix). So one pass of the target over a finished text gives the drafter's blocks at all of
+its anchors, and every builder, budget and rule can be walked along it; the runs are those of `generate`. Several texts
+are walked at once.
+
+The oracle is the builder `weaver`, scored by the target itself inside the drafter's pools.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import Cache, DynamicCache
+
+from weaver_hf import TokenTree, WeaverModel
+from weaver_hf.acceptance import follow
+from weaver_hf.bench import Prompt, loop_onset
+from weaver_hf.bench.harness import runs_before
+from weaver_hf.configuration_weaver import TreeConfig
+from weaver_hf.drafter import DraftBlock
+from weaver_hf.noise import GumbelField, row_seeds
+from weaver_hf.proposal import DraftContext, WeaverBuilder, make_builder
+from weaver_hf.scoring import DraftRule
+from weaver_hf.target.cache import TreeCache
+from weaver_hf.target.compat import CACHE_KEY
+from weaver_hf.target.taps import TapStates
+from weaver_hf.training.blocks import BlockNetwork, run_blocks, states_before, target_pass
+
+ORACLE = "oracle"
+CHUNK = 64  # anchors whose logits over the vocabulary are held at once
+
+# The trees at some places of some texts: indices of the texts, and of the anchors in their ids.
+Propose = Callable[[Sequence[int], Sequence[int]], TokenTree]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to draft. `rule` is `"greedy"` at temperature 0; what is None is the default of `TreeConfig`."""
+
+    builder: str
+    budget: int
+    rule: str
+    pool: int | None = None
+    rounds: int | None = None
+    parents: int | None = None
+    children: int | None = None
+
+    def on(self, config: TreeConfig) -> TreeConfig:
+        """The same settings as a `TreeConfig` with the fitted temperatures of another."""
+        own = {name: getattr(self, name) for name in ("budget", "pool", "rounds", "parents", "children")}
+        builder = "weaver" if self.builder == ORACLE else self.builder
+        return replace(config, builder=builder, acceptance=None if self.rule == "greedy" else self.rule, **own)
+
+
+@dataclass
+class Text:
+    """A prompt and what the target wrote behind it.
+
+    Attributes:
+        ids: both.
+        seed: of its noise, int64 `[1]`; None at temperature 0.
+        ended: its last token is an EOS; otherwise the length limit cut the last step, which enters no mean.
+        written_by: the setting that it was decoded with.
+        runs: tokens that each step of that call emitted.
+    """
+
+    domain: str
+    index: int
+    temperature: float
+    ids: list[int]
+    prompt_length: int
+    seed: Tensor | None
+    ended: bool
+    written_by: Setting
+    runs: list[int]
+    onset: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.onset = loop_onset(self.ids[: self.prompt_length], self.ids[self.prompt_length :])
+
+    def whole(self, runs: list[int]) -> list[int]:
+        """The runs that enter the means."""
+        return runs if self.ended else runs[:-1]
+
+    def loop_free(self, runs: list[int]) -> list[int]:
+        """Those of them that end before the text starts to loop."""
+        return runs_before(self.whole(runs), self.onset)
+
+
+def write_text(
+    model: Any,
+    tokenizer: Any,
+    weaver: WeaverModel,
+    prompt: Prompt,
+    index: int,
+    setting: Setting,
+    *,
+    temperature: float,
+    new_tokens: int,
+    seed: int,
+) -> Text:
+    """Decode one prompt with the Weaver; under sampling from the target's whole law."""
+    inputs = tokenizer(prompt.prompt, return_tensors="pt").to(model.device)
+    options: dict[str, Any] = {"do_sample": False}
+    noise_seed = None
+    if temperature > 0:
+        options = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        torch.manual_seed(seed)  # as `generate` draws it
+        noise_seed = row_seeds(int(torch.randint(2**63 - 1, ())), 1, model.device)
+    before, weaver.tree_config = weaver.tree_config, setting.on(weaver.tree_config)
+    try:
+        torch.manual_seed(seed)
+        ids = model.generate(**inputs, assistant_model=weaver, max_new_tokens=new_tokens, **options)[0].tolist()
+    finally:
+        weaver.tree_config = before
+    eos = model.generation_config.eos_token_id
+    ends = set(eos if isinstance(eos, list) else [eos])
+    assert weaver.stats is not None
+    runs = list(weaver.stats.runs)
+    length = inputs.input_ids.shape[1]
+    return Text(prompt.domain, index, temperature, ids, length, noise_seed, ids[-1] in ends, setting, runs)
+
+
+class Recording:
+    """What the target and the drafter say of finished texts of one temperature, at all anchors of all of them.
+
+    Anchors are rows: those of text `i` are `first[i]` and the next; a text's last token is no anchor.
+
+    Attributes:
+        texts: them.
+        anchors: int64 `[X]`, the anchors' tokens.
+        labels: int64 `[X, D]`, the tokens behind each anchor, -1 behind the text's end.
+        hidden: `[X, D, H]`, the drafter's final states.
+        before: `[X, H]`, the target's final states whose logits chose the anchors.
+        best: int64 `[X, D]`, the target's most probable tokens where the labels stand.
+        places: int64 `[X]`, index of each anchor in the output of its text.
+        owner: int64 `[X]`, its text.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: Any, weaver: WeaverModel, texts: Sequence[Text]) -> None:
+        self.model, self.weaver, self.texts = model, weaver, texts
+        self.depths = weaver.config.block_size - 1
+        self.temperature = texts[0].temperature
+        assert weaver.drafter is not None
+        sink = weaver.tap_sink(model.device)
+        embedding = model.get_input_embeddings()
+        network = BlockNetwork(weaver.drafter)
+        self.first: list[int] = []
+        parts: dict[str, list[Tensor]] = {name: [] for name in ("anchors", "labels", "hidden", "before", "best")}
+        places, owners = [], []
+        count = 0
+        for number, text in enumerate(texts):
+            ids = torch.tensor([text.ids], device=model.device)
+            at = torch.arange(text.prompt_length, len(text.ids) - 1, device=model.device)[None]
+            self.first.append(count)
+            count += at.shape[1]
+            if at.shape[1] == 0:
+                continue
+            taps, logits = target_pass(model, sink, ids)
+            for chunk in at.split(CHUNK, 1):
+                hidden = run_blocks(
+                    network, embedding, weaver.config.mask_token_id, taps.features.to(weaver.dtype), ids, chunk,
+                    self.depths,
+                )  # fmt: skip
+                parts["hidden"].append(hidden[0])
+            behind = at[0, :, None] + 1 + torch.arange(self.depths, device=at.device)  # [A, D]
+            parts["labels"].append(F.pad(ids[0], (0, self.depths), value=-1)[behind])
+            parts["best"].append(F.pad(logits[0].argmax(-1), (0, self.depths))[behind - 1])
+            parts["before"].append(states_before(taps, at)[0])
+            parts["anchors"].append(ids[0, at[0]])
+            places.append(at[0] - text.prompt_length)
+            owners.append(torch.full_like(at[0], number))
+        self.anchors, self.labels, self.hidden, self.before, self.best = (torch.cat(p) for p in parts.values())
+        self.places, self.owner = torch.cat(places), torch.cat(owners)
+        self._noise = [self._noise_of(text) for text in texts] if self.temperature > 0 else []
+        self._blocks: dict[bool, DraftBlock] = {}
+
+    def _noise_of(self, text: Text) -> Tensor:
+        """The noise of all its new tokens and of a block behind them, `[T + D, V]`."""
+        assert text.seed is not None
+        start = torch.tensor([text.prompt_length], device=text.seed.device)
+        count = len(text.ids) - text.prompt_length + self.depths
+        return GumbelField(text.seed, start).rows(count, self.model.config.vocab_size)[0]
+
+    def rule(self, coupled: bool, adapter: bool = False) -> DraftRule:
+        """How raw scores become log-probabilities, as in a call of `generate`."""
+        config, temperature = self.weaver.tree_config, self.temperature
+        temperatures = config.temperatures_at(temperature, self.depths, adapter=adapter)
+        if coupled and not adapter:
+            temperatures = [temperature] * self.depths
+        return DraftRule(temperatures, config.couplings_at(temperature, self.depths, adapter=adapter))
+
+    @torch.no_grad()
+    def blocks(self, coupled: bool) -> DraftBlock:
+        """The drafter's blocks at all anchors, with pools large enough for all builders; kept."""
+        if coupled not in self._blocks:
+            size = max(self.weaver.pool_size(self.weaver.tree_config), 127)
+            head, rule = self.model.get_output_embeddings(), self.rule(coupled)
+            depth = torch.arange(1, self.depths + 1, device=self.labels.device)
+            chunks = []
+            for rows in torch.arange(len(self.anchors), device=self.labels.device).split(CHUNK):
+                logits = head(self.hidden[rows]).float()
+                noise = None
+                if coupled:
+                    owner, place = self.owner[rows].tolist(), self.places[rows]
+                    noise = torch.stack([self._noise[i][p + depth] for i, p in zip(owner, place, strict=True)])
+                log_probs, ids = rule.log_probs(logits, noise).topk(min(size, logits.shape[-1]), -1)
+                known = None if noise is None else noise.gather(-1, ids)
+                chunks.append((ids, logits.gather(-1, ids), log_probs, known))
+            ids, logits, log_probs = (torch.cat([chunk[i] for chunk in chunks]) for i in range(3))
+            noises = torch.cat([chunk[3] for chunk in chunks]) if coupled else None
+            self._blocks[coupled] = DraftBlock(self.hidden, ids, logits, log_probs, noises)
+        return self._blocks[coupled]
+
+    def rows(self, texts: Sequence[int], places: Sequence[int]) -> Tensor:
+        """Row of the anchor at index `place` of each text's ids."""
+        found = [self.first[i] + place - self.texts[i].prompt_length for i, place in zip(texts, places, strict=True)]
+        return torch.tensor(found, device=self.labels.device)
+
+
+def part_of(block: DraftBlock, rows: Tensor, pool: int) -> DraftBlock:
+    """Some rows of a block and the best `pool` candidates of each depth."""
+    hidden, *others = (None if x is None else x[rows] for x in block)
+    return DraftBlock(hidden, *(None if x is None else x[..., :pool].contiguous() for x in others))
+
+
+def some_rows(tree: TokenTree, rows: Sequence[int]) -> TokenTree:
+    """Some of the trees of a batch."""
+    index = torch.tensor(rows, device=tree.device)
+    tensors = {name: getattr(tree, name)[index] for name in ("token_ids", "parents", "log_probs", "sizes")}
+    return replace(tree, **tensors)
+
+
+def replay(recording: Recording, setting: Setting) -> list[list[int]]:
+    """Tokens that each step of each text would have emitted under a setting, the cut last step included."""
+    return walk(recording.texts, proposer(recording, setting))
+
+
+@torch.no_grad()
+def walk(texts: Sequence[Text], propose: Propose) -> list[list[int]]:
+    """Walk along the texts as `generate` does: each step accepts the longest prefix of the rest that its tree holds."""
+    places = [text.prompt_length for text in texts]
+    runs: list[list[int]] = [[] for _ in texts]
+    while alive := [i for i, text in enumerate(texts) if places[i] < len(text.ids) - 1]:
+        tree = propose(alive, [places[i] for i in alive])
+        reach = tree.depth_limit + 1
+        rest = [texts[i].ids[places[i] + 1 : places[i] + 1 + reach] for i in alive]
+        future = torch.tensor([row + [-1] * (reach - len(row)) for row in rest], device=tree.device)
+        lengths = follow(tree, future.gather(1, tree.depths)).lengths.tolist()
+        for i, length in zip(alive, lengths, strict=True):
+            runs[i].append(min(length, len(texts[i].ids) - 1 - places[i]))
+            places[i] += runs[i][-1]
+    return runs
+
+
+# ---- who proposes --------------------------------------------------------------------------------------------------
+
+
+def proposer(recording: Recording, setting: Setting) -> Propose:
+    """The trees of a setting along recorded texts."""
+    if setting.builder == ORACLE:
+        return gold_paths(recording, setting) if setting.rule != "sample" else oracle_trees(recording, setting)
+    weaver, texts = recording.weaver, recording.texts
+    config = setting.on(weaver.tree_config)
+    build = make_builder(config, setting.budget, has_drafter=True, has_adapter=weaver.has_adapter)
+    device = recording.labels.device
+    if not getattr(build, "needs_block", False):  # it keeps an index of each text, so it must always be asked for all
+        current = [text.prompt_length for text in texts]
+
+        def from_text(alive: Sequence[int], places: Sequence[int]) -> TokenTree:
+            for i, place in zip(alive, places, strict=True):
+                current[i] = place
+            history = [text.ids[: place + 1] for text, place in zip(texts, current, strict=True)]
+            return some_rows(build(DraftContext(history, None, device)), alive)
+
+        return from_text
+    conditional = getattr(build, "needs_adapter", False)
+    pool = weaver.pool_size(config) if conditional else setting.budget
+    coupled = setting.rule == "coupled"
+    blocks, rule = recording.blocks(coupled), recording.rule(coupled, adapter=True)
+
+    def from_block(alive: Sequence[int], places: Sequence[int]) -> TokenTree:
+        rows = recording.rows(alive, places)
+        block = part_of(blocks, rows, pool)
+        history = [texts[i].ids[place : place + 1] for i, place in zip(alive, places, strict=True)]
+        taps = TapStates(recording.before[rows, None], recording.before[rows, None])  # its features are not read
+        score = weaver.scorer(block, taps, rule) if conditional else None
+        return build(DraftContext(history, None, device, block, score))
+
+    return from_block
+
+
+def gold_paths(recording: Recording, setting: Setting) -> Propose:
+    """The oracle where the draw is known, at temperature 0 or given the noise: the text itself inside the pools.
+
+    The target then gives its choice the probability 1, and the builder's best path is that of the choices, up to the
+    first one outside its pool, the budget, or the block's depth.
+    """
+    pool = recording.weaver.pool_size(setting.on(recording.weaver.tree_config))
+    block = recording.blocks(setting.rule == "coupled")
+    inside = (block.token_ids[..., :pool] == recording.labels[..., None]).any(-1)
+    count = inside.cumprod(1).sum(1).clamp(max=setting.budget)
+
+    def propose(alive: Sequence[int], places: Sequence[int]) -> TokenTree:
+        rows = recording.rows(alive, places)
+        anchors = recording.anchors[rows].tolist()
+        lists = zip(anchors, recording.labels[rows].tolist(), count[rows].tolist(), strict=True)
+        chains = [[anchor, *labels[:length]] for anchor, labels, length in lists]
+        return TokenTree.from_lists(chains, [list(range(-1, len(c) - 1)) for c in chains], device=rows.device)
+
+    return propose
+
+
+def oracle_trees(recording: Recording, setting: Setting) -> Propose:
+    """The oracle where the draw is not known: the builder `weaver` on the target's own conditionals."""
+    config = setting.on(recording.weaver.tree_config)
+    build = WeaverBuilder(setting.budget, setting.rounds, setting.parents, setting.children)
+    pool = recording.weaver.pool_size(config)
+    # A text without an anchor has no block either; it is never asked for, and its neighbour's row stands in.
+    target = CommittedTexts(recording.model, recording.texts)
+    everyone = range(len(recording.texts))
+    most = len(recording.anchors) - 1
+
+    def propose(alive: Sequence[int], places: Sequence[int]) -> TokenTree:
+        target.move(alive, places)
+        rows = recording.rows(everyone, target.places).clamp(max=most)
+        block = part_of(recording.blocks(coupled=False), rows, pool)
+        history = [text.ids[place : place + 1] for text, place in zip(recording.texts, target.places, strict=True)]
+        score = TargetScorer(target, block.token_ids, recording.temperature)
+        return some_rows(build(DraftContext(history, None, rows.device, block, score)), alive)
+
+    return propose
+
+
+class CommittedTexts:
+    """The target's states of several texts, each committed up to its own place, where its trees hang.
+
+    Verifying a tree commits nothing, so trees can be verified again and again while they grow.
+
+    Attributes:
+        places: for each text, index in its ids of the anchor, the first token that is not committed.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: Any, texts: Sequence[Text]) -> None:
+        self.model, self.texts = model, texts
+        self.places = [text.prompt_length for text in texts]
+        caches = []
+        for text in texts:
+            cache = DynamicCache(config=model.config)
+            prompt = torch.tensor([text.ids[: text.prompt_length]], device=model.device)
+            model(prompt, use_cache=True, logits_to_keep=1, **{CACHE_KEY: cache})
+            caches.append(cache)
+        lengths = torch.tensor(self.places, device=model.device)
+        longest = int(lengths.max())
+        mask = torch.arange(longest, device=model.device) >= longest - lengths[:, None]
+        room = max(len(text.ids) - text.prompt_length for text in texts) + 128
+        self.cache = TreeCache(stacked(caches, longest), mask, lengths, room)
+
+    def move(self, texts: Sequence[int], places: Sequence[int]) -> None:
+        """Commit these texts up to new places; the others stay."""
+        runs = [0] * len(self.texts)
+        for i, place in zip(texts, places, strict=True):
+            runs[i] = place - self.places[i]
+        most = max(runs)
+        if most == 0:
+            return
+        ids = [(text.ids + [0] * most)[p : p + most] for text, p in zip(self.texts, self.places, strict=True)]
+        chain = list(range(most))
+        self.logits(TokenTree.from_lists(ids, [[i - 1 for i in chain]] * len(ids), device=self.model.device), keep=1)
+        lengths = torch.tensor(runs, device=self.model.device)
+        path = torch.tensor(chain, device=self.model.device).expand(len(ids), -1)
+        self.cache.defer(path, lengths, int((self.cache.lens + lengths).max()) - self.cache.length)
+        self.cache.commit()
+        self.places = [place + run for place, run in zip(self.places, runs, strict=True)]
+
+    @torch.no_grad()
+    def logits(self, tree: TokenTree, keep: int) -> Tensor:
+        """The target's logits after the last `keep` nodes of trees at the committed texts, `[B, keep, V]`."""
+        plan = self.cache.plan(tree)
+        outputs = self.model(
+            input_ids=tree.token_ids,
+            position_ids=plan.position_ids,
+            attention_mask=dict.fromkeys(self.model.config.layer_types),
+            use_cache=True,
+            logits_to_keep=keep,
+            weaver_tree=plan,
+            **{CACHE_KEY: self.cache.cache},
+        )
+        self.cache.check_verified(plan)
+        return outputs.logits
+
+
+def stacked(caches: Sequence[Cache], longest: int) -> Cache:
+    """The caches of single texts as one batch, in the first of them; shorter texts are padded on the left."""
+    for layers in zip(*(cache.layers for cache in caches), strict=True):
+        first = layers[0]
+        if hasattr(first, "recurrent_states"):
+            for name in ("conv_states", "recurrent_states"):
+                getattr(first, name)[0] = torch.cat([getattr(layer, name)[0] for layer in layers])
+        else:
+            for name in ("keys", "values"):
+                tensors = [getattr(layer, name) for layer in layers]
+                padded = [F.pad(x, (0, 0, longest - x.shape[2], 0)) for x in tensors]
+                setattr(first, name, torch.cat(padded))
+    return caches[0]
+
+
+class TargetScorer:
+    """`Scorer` whose conditionals are the target's own: log-probabilities over the vocabulary, of the pool's tokens.
+
+    A pass a round over the whole tree so far, because the target keeps no state of a node.
+
+    Args:
+        target: whose texts the trees hang at.
+        pools: int64 `[B, D, K]`, the candidates of each depth; no other token can be drafted.
+        temperature: of the target, above 0.
+    """
+
+    def __init__(self, target: CommittedTexts, pools: Tensor, temperature: float) -> None:
+        self._target, self._pools, self._temperature = target, pools, temperature
+        self._tokens = self._parents = pools[:, 0, :0]
+
+    def __call__(self, token_ids: Tensor, depths: Tensor, ancestors: Tensor, first: int) -> Tensor:
+        """See `weaver_hf.proposal.Scorer`."""
+        width, slots = ancestors.shape[1:]
+        slot = torch.arange(slots, device=token_ids.device)
+        own = slot == first + torch.arange(width, device=token_ids.device)[:, None]
+        parents = torch.where(ancestors & ~own, slot, -1).amax(-1)  # slots grow along a path, so the last one above
+        self._tokens = torch.cat([self._tokens, token_ids], 1)
+        self._parents = torch.cat([self._parents, parents], 1)
+        batch, nodes = self._tokens.shape
+        sizes = torch.full((batch,), nodes, device=token_ids.device)
+        no_scores = torch.zeros(batch, nodes, device=token_ids.device)
+        logits = self._target.logits(TokenTree(self._tokens, self._parents, no_scores, sizes), keep=width)
+        log_p = (logits.float() / self._temperature).log_softmax(-1)
+        depth = depths.clamp(max=self._pools.shape[1] - 1)[..., None]
+        return log_p.gather(-1, self._pools.gather(1, depth.expand(-1, -1, self._pools.shape[-1])))
