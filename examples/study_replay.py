@@ -5,7 +5,7 @@ noise, which position and seed fix). So one pass of the target over a finished t
 its anchors, and every builder, budget and rule can be walked along it; the runs are those of `generate`. Several texts
 are walked at once.
 
-The oracle is the builder `weaver`, scored by the target itself inside the drafter's pools.
+The oracle is the builder `weaver`, scored by the target itself inside the drafter's pools (study_oracle.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from study_oracle import CommittedTexts, TargetScorer
 from torch import Tensor
-from transformers import Cache, DynamicCache
 
 from weaver_hf import TokenTree, WeaverModel
 from weaver_hf.acceptance import follow
+from weaver_hf.adapter import head_product
 from weaver_hf.bench import Prompt, loop_onset
 from weaver_hf.bench.harness import runs_before
 from weaver_hf.configuration_weaver import TreeConfig
@@ -26,12 +27,11 @@ from weaver_hf.drafter import DraftBlock
 from weaver_hf.noise import GumbelField, row_seeds
 from weaver_hf.proposal import DraftContext, WeaverBuilder, make_builder
 from weaver_hf.scoring import DraftRule
-from weaver_hf.target.cache import TreeCache
-from weaver_hf.target.compat import CACHE_KEY
 from weaver_hf.target.taps import TapStates
 from weaver_hf.training.blocks import BlockNetwork, run_blocks, states_before, target_pass
 
 ORACLE = "oracle"
+POOLS = (32, 64, 128, 256)  # whose coverage is counted
 CHUNK = 64  # anchors whose logits over the vocabulary are held at once
 
 # The trees at some places of some texts: indices of the texts, and of the anchors in their ids.
@@ -69,8 +69,6 @@ class Text:
         runs: tokens that each step of that call emitted.
     """
 
-    domain: str
-    index: int
     temperature: float
     ids: list[int]
     prompt_length: int
@@ -97,7 +95,6 @@ def write_text(
     tokenizer: Any,
     weaver: WeaverModel,
     prompt: Prompt,
-    index: int,
     setting: Setting,
     *,
     temperature: float,
@@ -123,13 +120,16 @@ def write_text(
     assert weaver.stats is not None
     runs = list(weaver.stats.runs)
     length = inputs.input_ids.shape[1]
-    return Text(prompt.domain, index, temperature, ids, length, noise_seed, ids[-1] in ends, setting, runs)
+    return Text(temperature, ids, length, noise_seed, ids[-1] in ends, setting, runs)
 
 
 class Recording:
     """What the target and the drafter say of finished texts of one temperature, at all anchors of all of them.
 
     Anchors are rows: those of text `i` are `first[i]` and the next; a text's last token is no anchor.
+
+    Args:
+        pool: candidates of a depth that are kept, at least; budgets and pools of all settings must fit into it.
 
     Attributes:
         texts: them.
@@ -143,8 +143,9 @@ class Recording:
     """
 
     @torch.no_grad()
-    def __init__(self, model: Any, weaver: WeaverModel, texts: Sequence[Text]) -> None:
+    def __init__(self, model: Any, weaver: WeaverModel, texts: Sequence[Text], pool: int = 256) -> None:
         self.model, self.weaver, self.texts = model, weaver, texts
+        self.pool = max(pool, weaver.pool_size(weaver.tree_config))
         self.depths = weaver.config.block_size - 1
         self.temperature = texts[0].temperature
         assert weaver.drafter is not None
@@ -198,9 +199,8 @@ class Recording:
 
     @torch.no_grad()
     def blocks(self, coupled: bool) -> DraftBlock:
-        """The drafter's blocks at all anchors, with pools large enough for all builders; kept."""
+        """The drafter's blocks at all anchors, made once."""
         if coupled not in self._blocks:
-            size = max(self.weaver.pool_size(self.weaver.tree_config), 127)
             head, rule = self.model.get_output_embeddings(), self.rule(coupled)
             depth = torch.arange(1, self.depths + 1, device=self.labels.device)
             chunks = []
@@ -210,7 +210,7 @@ class Recording:
                 if coupled:
                     owner, place = self.owner[rows].tolist(), self.places[rows]
                     noise = torch.stack([self._noise[i][p + depth] for i, p in zip(owner, place, strict=True)])
-                log_probs, ids = rule.log_probs(logits, noise).topk(min(size, logits.shape[-1]), -1)
+                log_probs, ids = rule.log_probs(logits, noise).topk(min(self.pool, logits.shape[-1]), -1)
                 known = None if noise is None else noise.gather(-1, ids)
                 chunks.append((ids, logits.gather(-1, ids), log_probs, known))
             ids, logits, log_probs = (torch.cat([chunk[i] for chunk in chunks]) for i in range(3))
@@ -323,7 +323,8 @@ def oracle_trees(recording: Recording, setting: Setting) -> Propose:
     build = WeaverBuilder(setting.budget, setting.rounds, setting.parents, setting.children)
     pool = recording.weaver.pool_size(config)
     # A text without an anchor has no block either; it is never asked for, and its neighbour's row stands in.
-    target = CommittedTexts(recording.model, recording.texts)
+    starts = [text.prompt_length for text in recording.texts]
+    target = CommittedTexts(recording.model, [text.ids for text in recording.texts], starts)
     everyone = range(len(recording.texts))
     most = len(recording.anchors) - 1
 
@@ -338,107 +339,49 @@ def oracle_trees(recording: Recording, setting: Setting) -> Propose:
     return propose
 
 
-class CommittedTexts:
-    """The target's states of several texts, each committed up to its own place, where its trees hang.
+# ---- what the pools and the first choices hold ----
 
-    Verifying a tree commits nothing, so trees can be verified again and again while they grow.
 
-    Attributes:
-        places: for each text, index in its ids of the anchor, the first token that is not committed.
+@torch.no_grad()
+def by_depth(recording: Recording, loop_free: bool) -> dict[str, Tensor]:
+    """Counts `[D]` over all anchors, of the tokens that the texts hold at each depth behind them.
+
+    `tokens`, and of these `pool <K>`: those among the drafter's best `K`. Where all tokens before are in the pool, so
+    that a tree could hold them: `spine`, where they are the drafter's best throughout, as in a chain that is right so
+    far, and `sibling`, where the last one is not; in both how often the next token is the first choice of the
+    `marginals`, of the `adapter` given the path, and of the `target` itself.
     """
+    weaver, model, labels = recording.weaver, recording.model, recording.labels
+    depths, adapter = recording.depths, weaver.adapter
+    assert adapter is not None
+    counted = labels >= 0
+    if loop_free:
+        onsets = torch.tensor([text.onset for text in recording.texts], device=labels.device)[recording.owner]
+        place = recording.places[:, None] + 1 + torch.arange(depths, device=labels.device)
+        counted = counted & (place < onsets[:, None])
+    block = recording.blocks(coupled=False)
+    ids = block.token_ids[..., : adapter.config.pool_size]
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    path = torch.cat([recording.anchors[:, None], labels[:, :-1].clamp(min=0)], 1)
+    choices = []
+    for rows in torch.arange(len(labels), device=labels.device).split(32):
+        queries = adapter(recording.before[rows], recording.hidden[rows], embedding(path[rows]).to(recording.hidden))
+        residual = head_product(head, queries).float().gather(-1, ids[rows])
+        chosen = (block.logits[rows, :, : ids.shape[-1]] + residual).argmax(-1, keepdim=True)
+        choices.append(ids[rows].gather(-1, chosen)[..., 0])
+    firsts = {"marginals": ids[..., 0], "adapter": torch.cat(choices), "target": recording.best}
 
-    @torch.no_grad()
-    def __init__(self, model: Any, texts: Sequence[Text]) -> None:
-        self.model, self.texts = model, texts
-        self.places = [text.prompt_length for text in texts]
-        caches = []
-        for text in texts:
-            cache = DynamicCache(config=model.config)
-            prompt = torch.tensor([text.ids[: text.prompt_length]], device=model.device)
-            model(prompt, use_cache=True, logits_to_keep=1, **{CACHE_KEY: cache})
-            caches.append(cache)
-        lengths = torch.tensor(self.places, device=model.device)
-        longest = int(lengths.max())
-        mask = torch.arange(longest, device=model.device) >= longest - lengths[:, None]
-        room = max(len(text.ids) - text.prompt_length for text in texts) + 128
-        self.cache = TreeCache(stacked(caches, longest), mask, lengths, room)
+    counts = {"tokens": counted}
+    for pool in POOLS:
+        counts[f"pool {pool}"] = counted & (block.token_ids[..., :pool] == labels[..., None]).any(-1)
 
-    def move(self, texts: Sequence[int], places: Sequence[int]) -> None:
-        """Commit these texts up to new places; the others stay."""
-        runs = [0] * len(self.texts)
-        for i, place in zip(texts, places, strict=True):
-            runs[i] = place - self.places[i]
-        most = max(runs)
-        if most == 0:
-            return
-        ids = [(text.ids + [0] * most)[p : p + most] for text, p in zip(self.texts, self.places, strict=True)]
-        chain = list(range(most))
-        self.logits(TokenTree.from_lists(ids, [[i - 1 for i in chain]] * len(ids), device=self.model.device), keep=1)
-        lengths = torch.tensor(runs, device=self.model.device)
-        path = torch.tensor(chain, device=self.model.device).expand(len(ids), -1)
-        self.cache.defer(path, lengths, int((self.cache.lens + lengths).max()) - self.cache.length)
-        self.cache.commit()
-        self.places = [place + run for place, run in zip(self.places, runs, strict=True)]
+    def before(right: Tensor) -> Tensor:  # of all depths before each, [X, D]
+        return torch.cat([torch.ones_like(right[:, :1]), right.cumprod(1)[:, :-1].bool()], 1)
 
-    @torch.no_grad()
-    def logits(self, tree: TokenTree, keep: int) -> Tensor:
-        """The target's logits after the last `keep` nodes of trees at the committed texts, `[B, keep, V]`."""
-        plan = self.cache.plan(tree)
-        outputs = self.model(
-            input_ids=tree.token_ids,
-            position_ids=plan.position_ids,
-            attention_mask=dict.fromkeys(self.model.config.layer_types),
-            use_cache=True,
-            logits_to_keep=keep,
-            weaver_tree=plan,
-            **{CACHE_KEY: self.cache.cache},
-        )
-        self.cache.check_verified(plan)
-        return outputs.logits
-
-
-def stacked(caches: Sequence[Cache], longest: int) -> Cache:
-    """The caches of single texts as one batch, in the first of them; shorter texts are padded on the left."""
-    for layers in zip(*(cache.layers for cache in caches), strict=True):
-        first = layers[0]
-        if hasattr(first, "recurrent_states"):
-            for name in ("conv_states", "recurrent_states"):
-                getattr(first, name)[0] = torch.cat([getattr(layer, name)[0] for layer in layers])
-        else:
-            for name in ("keys", "values"):
-                tensors = [getattr(layer, name) for layer in layers]
-                padded = [F.pad(x, (0, 0, longest - x.shape[2], 0)) for x in tensors]
-                setattr(first, name, torch.cat(padded))
-    return caches[0]
-
-
-class TargetScorer:
-    """`Scorer` whose conditionals are the target's own: log-probabilities over the vocabulary, of the pool's tokens.
-
-    A pass a round over the whole tree so far, because the target keeps no state of a node.
-
-    Args:
-        target: whose texts the trees hang at.
-        pools: int64 `[B, D, K]`, the candidates of each depth; no other token can be drafted.
-        temperature: of the target, above 0.
-    """
-
-    def __init__(self, target: CommittedTexts, pools: Tensor, temperature: float) -> None:
-        self._target, self._pools, self._temperature = target, pools, temperature
-        self._tokens = self._parents = pools[:, 0, :0]
-
-    def __call__(self, token_ids: Tensor, depths: Tensor, ancestors: Tensor, first: int) -> Tensor:
-        """See `weaver_hf.proposal.Scorer`."""
-        width, slots = ancestors.shape[1:]
-        slot = torch.arange(slots, device=token_ids.device)
-        own = slot == first + torch.arange(width, device=token_ids.device)[:, None]
-        parents = torch.where(ancestors & ~own, slot, -1).amax(-1)  # slots grow along a path, so the last one above
-        self._tokens = torch.cat([self._tokens, token_ids], 1)
-        self._parents = torch.cat([self._parents, parents], 1)
-        batch, nodes = self._tokens.shape
-        sizes = torch.full((batch,), nodes, device=token_ids.device)
-        no_scores = torch.zeros(batch, nodes, device=token_ids.device)
-        logits = self._target.logits(TokenTree(self._tokens, self._parents, no_scores, sizes), keep=width)
-        log_p = (logits.float() / self._temperature).log_softmax(-1)
-        depth = depths.clamp(max=self._pools.shape[1] - 1)[..., None]
-        return log_p.gather(-1, self._pools.gather(1, depth.expand(-1, -1, self._pools.shape[-1])))
+    first = labels == firsts["marginals"]
+    reached = counted & before((ids == labels[..., None]).any(-1))
+    last_first = torch.cat([torch.ones_like(first[:, :1]), first[:, :-1]], 1)
+    for group, where in (("spine", counted & before(first)), ("sibling", reached & ~last_first)):
+        counts[group] = where
+        counts |= {f"{group} {name}": where & (choice == labels) for name, choice in firsts.items()}
+    return {name: count.sum(0).cpu() for name, count in counts.items()}
