@@ -132,6 +132,10 @@ def run_study(
                     temperature=at, new_tokens=new_tokens, seed=seed + number,
                 )
             )  # fmt: skip
+        if not any(text.has_steps for text in texts):
+            for setting in settings:
+                add_runs(results, texts, setting, [[] for _ in texts])
+            continue
         recording = Recording(model, weaver, texts, pool=max(*budgets, *POOLS))
         for setting in settings:
             add_runs(results, texts, setting, replay(recording, setting))

@@ -81,6 +81,11 @@ class Text:
     def __post_init__(self) -> None:
         self.onset = loop_onset(self.ids[: self.prompt_length], self.ids[self.prompt_length :])
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether anything follows the prefill's token."""
+        return len(self.ids) > self.prompt_length + 1
+
     def whole(self, runs: list[int]) -> list[int]:
         """The runs that enter the means."""
         return runs if self.ended else runs[:-1]
@@ -129,6 +134,7 @@ class Recording:
     Anchors are rows: those of text `i` are `first[i]` and the next; a text's last token is no anchor.
 
     Args:
+        texts: at least one of which has a step.
         pool: candidates of a depth that are kept, at least; budgets and pools of all settings must fit into it.
 
     Attributes:
@@ -161,10 +167,8 @@ class Recording:
             at = torch.arange(text.prompt_length, len(text.ids) - 1, device=model.device)[None]
             self.first.append(count)
             count += at.shape[1]
-            if at.shape[1] == 0:
-                continue
             taps, logits = target_pass(model, sink, ids)
-            for chunk in at.split(CHUNK, 1):
+            for chunk in at.split(CHUNK, 1) if at.numel() else ():
                 hidden = run_blocks(
                     network, embedding, weaver.config.mask_token_id, taps.features.to(weaver.dtype), ids, chunk,
                     self.depths,

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -82,6 +83,19 @@ def test_where_the_choice_is_known_the_oracle_accepts_the_text_inside_the_pools(
     assert walk(texts, oracle_trees(recording, setting)) == gold
     assert all(sum(small) == sum(large) and len(small) >= len(large)
                for small, large in zip(gold, replay(recording, Setting("oracle", 15, "greedy"))))  # fmt: skip
+
+
+def test_a_text_that_ends_at_once_has_no_steps(trio):
+    model, _, weaver = trio
+    texts = texts_of(trio, [Setting("chain", 3, "sample")] * 2, 1.0, 6)
+    texts[1] = replace(texts[1], ids=texts[1].ids[: texts[1].prompt_length + 1], ended=True)
+    assert [text.has_steps for text in texts] == [True, False]
+    for order in (texts, texts[::-1]):  # nothing of it shifts the others' rows
+        recording = Recording(model, weaver, order)
+        for builder in ("suffix", "marginal", "weaver", "oracle"):
+            runs = replay(recording, Setting(builder, 2, "sample"))
+            assert [sum(row) for row in runs] == [5 if text.has_steps else 0 for text in order]
+        assert by_depth(recording, loop_free=False)["tokens"].tolist() == [5, 4, 3, 2, 1] + [0] * 10
 
 
 def test_counts_by_depth_are_those_of_a_loop_over_the_text(trio):
