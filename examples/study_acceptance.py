@@ -357,17 +357,23 @@ def draw(results: Results, budgets: Sequence[int], main: int, path: Path) -> Non
     for axis, name in zip(axes[1, 1:], results.depths, strict=True):
         counts = results.depths[name]
         for pool in POOLS:
-            axis.plot(depth, counts[f"pool {pool}"] / counts["tokens"], ":", c="grey", alpha=0.3 + pool / 400)
+            axis.plot(depth, shares(counts, f"pool {pool}", "tokens"), ":", c="grey", alpha=0.3 + pool / 400)
         whose = (("marginals", "C2"), ("adapter", "C4"), ("target", "C5"))
         for who, colour in whose if name == column.name else whose[:2]:  # greedy text is the target's first choice
             for group, style in (("spine", "-"), ("sibling", "--")):
-                axis.plot(depth, counts[f"{group} {who}"] / counts[group], style, c=colour, label=f"{who}, {group}")
+                line = shares(counts, f"{group} {who}", group)
+                axis.plot(depth, line, style, c=colour, label=f"{who}, {group}")
         axis.set(title=f"{name}: first choice right", ylim=(0, 1))
     axes[1, 1].set_ylabel(f"dotted: in the pool of {', '.join(map(str, POOLS))}")
     axes[1, 1].legend(frameon=False, fontsize=7)
     for axis in axes[1]:
         axis.set_xlabel("depth")
     figure.savefig(path, dpi=80)
+
+
+def shares(counts: dict[str, Tensor], part: str, whole: str) -> Tensor:
+    """By depth; NaN, which is not drawn, of fewer than 20 tokens."""
+    return torch.where(counts[whole] >= 20, counts[part] / counts[whole], torch.nan)
 
 
 def as_json(results: Results, tables: Sequence[Table], about: dict[str, Any]) -> dict[str, Any]:
