@@ -23,6 +23,7 @@ from .custom_generate import decode, write_door
 from .drafter import BlockDrafter, DraftBlock, DrafterContext, RMSNorm
 from .errors import CheckpointError, MissingDrafterError, NotAttachedError, TreeConfigError
 from .noise import GumbelField
+from .options import check_fits
 from .scoring import DraftRule
 from .stats import GenerationStats
 from .target.attach import attach, attachment_of, detach, head_device, unwrap
@@ -111,7 +112,7 @@ class WeaverModel(PreTrainedModel):
             )
         attachment = attachment_of(target)
         if attachment is None or not any(other is self for other in attachment.weavers):
-            self._check_fits(target)
+            check_fits(self.config, target)
             attach(target, self, WeaverGenerationMixin)
         self._target = weakref.ref(target)
         self._fold, self._tables = fold, None
@@ -126,41 +127,6 @@ class WeaverModel(PreTrainedModel):
 
     #: `model.generate(..., custom_generate=weaver.custom_generate)` decodes a model that carries no Weaver.
     custom_generate = decode
-
-    def _check_fits(self, target: PreTrainedModel) -> None:
-        """Compare what the config declares with the target; None declares nothing."""
-        text = target.config.get_text_config()
-        for name in ("vocab_size", "hidden_size"):
-            declared, actual = getattr(self.config, name), getattr(text, name)
-            if declared is not None and declared != actual:
-                made_for = self.config.base_model_name_or_path
-                raise CheckpointError(
-                    f"a Weaver made for {name} {declared}" + (f" (it names {made_for})" if made_for else ""),
-                    f"{name} {actual}, the target's",
-                    "Load the Weaver that belongs to this target.",
-                )
-        layers = text.num_hidden_layers
-        if self.config.num_target_layers not in (None, layers):
-            raise CheckpointError(
-                f"a Weaver made for {self.config.num_target_layers} target layers",
-                f"{layers}, the target's",
-                "Load the Weaver that belongs to this target.",
-            )
-        mask = self.config.mask_token_id
-        if mask is not None and not 0 <= mask < text.vocab_size:
-            raise CheckpointError(
-                f"mask_token_id {mask}",
-                f"an id below the target's vocabulary of {text.vocab_size}",
-                "Load the Weaver that belongs to this target, or correct its config.json.",
-            )
-        # The last layer's output is seen after the final norm by some libraries and before it by others.
-        wrong = [i for i in self.config.target_layer_ids if not 0 <= i < layers - 1]
-        if wrong:
-            raise CheckpointError(
-                f"target_layer_ids {wrong}",
-                f"ids from 0 to {layers - 2}: the target has {layers} layers and the last one is never tapped",
-                "Load the Weaver that belongs to this target, or correct its config.json.",
-            )
 
     def tap_sink(self, device: torch.device) -> TapSink | None:
         """A sink that gathers the attached target's taps on `device`, None where the config names none."""
