@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.nn as nn
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode
 
@@ -73,7 +73,7 @@ def require_attached(model: nn.Module, weaver: "WeaverModel") -> Attachment:
     return attachment
 
 
-def check_fits(config: "WeaverConfig", target: nn.Module) -> None:
+def check_fits(config: "WeaverConfig", target: PreTrainedModel) -> None:
     """Compare what a Weaver's config declares with the target; None declares nothing.
 
     Raises:
