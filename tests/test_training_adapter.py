@@ -6,7 +6,6 @@ import pytest
 import torch
 from support import adapter_config, random_weaver, tiny_random_model
 from test_training_drafter import TEXT, Letters, small
-
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
