@@ -9,8 +9,9 @@ import sys
 import pytest
 import torch
 from rich.console import Console
+from typer.testing import CliRunner
 
-from weaver_hf.cli import RunStreamer
+from weaver_hf.cli import RunStreamer, app
 from weaver_hf.tiny import TARGET, WEAVER
 
 
@@ -127,3 +128,20 @@ def test_the_streamer_colours_runs_and_waits_for_whole_characters(trio):
     streamer.end()
     assert console.export_text(clear=False).strip() == "naïve – 漢字"
     assert console.export_text(styles=True).count("\x1b[") > 3
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "value"),
+    [
+        (["bench"], "--acceptance", "copuled"),
+        (["train", "drafter", "--data", "x", "--out", "x"], "--optimizer", "moun"),
+        (["train", "drafter", "--data", "x", "--out", "x"], "--weighting", "even"),
+        (["train", "adapter", "--drafter", "x", "--data", "x", "--out", "x"], "--loss", "lkk"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_unknown_choice_is_refused_before_anything_is_loaded(command, option, value):
+    result = CliRunner().invoke(app, [*command, option, value], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert option in result.output
+    assert value in result.output

@@ -246,6 +246,9 @@ def bench(
     unknown = sorted(set(settings["domains"]) - set(DOMAINS))
     if unknown:
         raise typer.BadParameter(f"unknown domains {unknown}; choose from {', '.join(DOMAINS)}", param_hint="--domain")
+    unknown = sorted(set(settings["acceptances"]) - set(RULES))
+    if unknown:
+        raise typer.BadParameter(f"unknown rules {unknown}; choose from {', '.join(RULES)}", param_hint="--acceptance")
     model, tokenizer, drafter = load(target, weaver)
     settings["builders"] = builder or [
         "suffix",

@@ -39,7 +39,7 @@ class TreeConfig:
         coupling_temperature: in the same form, tau of coupled scores (`scoring.candidate_log_probs`), which are made at
             the call's own temperature; `training.coupling.fit_coupling` fits it. Where nothing is fitted, 1.2.
         adapter_temperature, adapter_coupling_temperature: the same two for the adapter's scores, which builders
-            `"weaver"` and `"weaver-paper"` use. Coupled adapter scores are made at `adapter_temperature`.
+            `"weaver"` and `"weaver-paper"` use.
         rounds: of builder `"weaver"`: passes of the adapter a step, the root's included. None: 16, or the budget if
             that is less.
         parents: nodes that each later pass scores. None: so many that all passes score as many nodes as are kept.

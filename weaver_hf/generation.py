@@ -301,16 +301,16 @@ class WeaverCandidateGenerator(CandidateGenerator):
         self.margin = self.tree_config.lossy_margin if self.tree_config.acceptance == LOSSY else None
         temperature = (generation_config.temperature or 1.0) if generation_config.do_sample else 0.0
         settings, depths = self.tree_config, weaver.config.block_size - 1
-        # Given the noise, the drafter stands in for the target itself, at the target's temperature: what is left to fit
-        # is how far it can be trusted. Without it, its temperatures make it calibrated.
-        fitted = settings.temperatures_at(temperature, depths)
+        # Given the noise, drafter and adapter stand in for the target itself, at the target's temperature: what is left
+        # to fit is how far they can be trusted. Without it, their temperatures make them calibrated.
         filters = drafter_processors(processors) if self.coupled else ()
-        own = [temperature] * depths if self.coupled else fitted
-        self._marginals = DraftRule(own, settings.couplings_at(temperature, depths), filters)
-        self._conditionals = DraftRule(
-            settings.temperatures_at(temperature, depths, adapter=True),
-            settings.couplings_at(temperature, depths, adapter=True),
-            filters,
+        self._marginals, self._conditionals = (
+            DraftRule(
+                [temperature] * depths if self.coupled else settings.temperatures_at(temperature, depths, adapter=of),
+                settings.couplings_at(temperature, depths, adapter=of),
+                filters,
+            )
+            for of in (False, True)
         )
 
     def get_candidate_tree(self, context: DraftContext) -> TokenTree:

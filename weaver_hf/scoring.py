@@ -81,7 +81,7 @@ class DraftRule:
         return candidate_log_probs(logits, scales[0, ..., None], self.filters, gumbels, scales[1, ..., None])
 
     def _scales_on(self, device: torch.device) -> Tensor:
-        """Temperatures and taus `[2, D]`, uploaded once: that waits for the device, and a tree asks every round."""
+        """Temperatures and taus `[2, D]`, uploaded once: an upload waits for the device, and a tree asks each round."""
         if device not in self._uploaded:
             taus = self.couplings or [1.0] * len(self.temperatures)
             self._uploaded[device] = torch.tensor([list(self.temperatures), list(taus)], device=device)

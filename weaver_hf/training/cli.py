@@ -1,7 +1,7 @@
 """`weaver-hf train data`, `drafter` and `adapter`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import typer
@@ -21,6 +21,7 @@ from .drafter import train as run
 
 app = typer.Typer(help="Train drafters and adapters for a target.", no_args_is_help=True)
 
+OptimizerOption = Annotated[Literal["muon", "adamw"], typer.Option(help="muon: for matrices, with AdamW for the rest.")]
 TargetOption = Annotated[str, typer.Option(help="Target: a local folder or a Hub id.")]
 
 
@@ -80,9 +81,9 @@ def drafter(
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences a step and process.")] = 64,
     anchors_per_sequence: Annotated[int, typer.Option(min=1)] = 64,
     width: Annotated[int, typer.Option(min=32, help="Longest piece of a sequence, in tokens.")] = 448,
-    optimizer: Annotated[str, typer.Option(help="muon (matrices; AdamW for the rest) or adamw.")] = "muon",
+    optimizer: OptimizerOption = "muon",
     learning_rate: Annotated[float, typer.Option()] = 1e-3,
-    weighting: Annotated[str, typer.Option(help="decay or dpace.")] = "decay",
+    weighting: Annotated[Literal["decay", "dpace"], typer.Option()] = "decay",
     gamma: Annotated[float, typer.Option(help="Of the decay.")] = 7.0,
     soft: Annotated[float, typer.Option(min=0, max=1, help="Share of the loss towards the whole distribution.")] = 1.0,
     max_seconds: Annotated[float | None, typer.Option(help="End the run by then.")] = None,
@@ -160,9 +161,9 @@ def adapter(
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences a step and process.")] = 64,
     anchors_per_sequence: Annotated[int, typer.Option(min=1)] = 64,
     width: Annotated[int, typer.Option(min=32, help="Longest piece of a sequence, in tokens.")] = 448,
-    optimizer: Annotated[str, typer.Option(help="muon (matrices; AdamW for the rest) or adamw.")] = "muon",
+    optimizer: OptimizerOption = "muon",
     learning_rate: Annotated[float, typer.Option()] = 1e-3,
-    loss: Annotated[str, typer.Option(help="lk, alpha (-log α), kl or ce.")] = "lk",
+    loss: Annotated[Literal["lk", "alpha", "kl", "ce"], typer.Option(help="alpha: -log α.")] = "lk",
     max_seconds: Annotated[float | None, typer.Option(help="End the run by then.")] = None,
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:

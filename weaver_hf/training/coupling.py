@@ -98,9 +98,8 @@ def fit_adapter_coupling(
     embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
     fit = Fit(temperatures, depths)
     for slots in held_out_slots(target, weaver, data, config, pad, sink, temperatures):
-        own = weaver.tree_config.temperatures_at(slots.temperature, depths, adapter=True)
-        scale = torch.tensor(own, device=slots.logits.device)[:, None]
-        marginals = candidate_log_probs(slots.logits, torch.tensor(slots.temperature, device=scale.device))
+        scale = torch.tensor(slots.temperature, device=slots.logits.device)
+        marginals = candidate_log_probs(slots.logits, scale)
         ids = (marginals + slots.noise).topk(adapter.config.pool_size, -1).indices
         queries = adapter(slots.target_hidden, slots.hidden, embedding(slots.tokens).to(slots.hidden.dtype))
         residual = head_product(head, queries.to(target.dtype)).float().gather(-1, ids)

@@ -31,7 +31,7 @@ from .loop import Batch, TrainConfig, plot, run
 
 __all__ = ["DrafterTrainConfig", "evaluate", "fit_temperatures", "train"]
 
-FITTED_AT = (0.0, 1.0)  # target temperatures for which draft temperatures are fitted
+FITTED_AT = (0.0, 0.7, 1.0)  # target temperatures for which draft temperatures are fitted
 DEV_ANCHORS = 16  # blocks of each held-out sequence
 SMOOTH = 20.0  # a depth's temperature stays near the one above, as if that many blocks had asked for it
 
