@@ -345,7 +345,7 @@ def draw(results: Results, budgets: Sequence[int], main: int, path: Path) -> Non
         axis.set_xticks(budgets, map(str, budgets), minor=False)
         axis.set_xticks([], minor=True)
     axes[0, 0].set_ylabel("accepted drafted tokens a step")
-    axes[0, 0].legend(frameon=False)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right upper", frameon=False)
 
     column = results.columns[0]
     depth_count = len(results.depths[column.name]["tokens"])
@@ -365,7 +365,7 @@ def draw(results: Results, budgets: Sequence[int], main: int, path: Path) -> Non
                 axis.plot(depth, line, style, c=colour, label=f"{who}, {group}")
         axis.set(title=f"{name}: first choice right", ylim=(0, 1))
     axes[1, 1].set_ylabel(f"dotted: in the pool of {', '.join(map(str, POOLS))}")
-    axes[1, 1].legend(frameon=False, fontsize=7)
+    figure.legend(*axes[1, -1].get_legend_handles_labels(), loc="outside right lower", frameon=False)
     for axis in axes[1]:
         axis.set_xlabel("depth")
     figure.savefig(path, dpi=80)
