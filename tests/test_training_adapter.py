@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from weaver_hf import WeaverModel
+from weaver_hf.errors import CheckpointError
 from weaver_hf.cli import app
 from weaver_hf.tiny import TARGET
 from weaver_hf.training.adapter import (
@@ -152,6 +153,13 @@ def test_training_moves_the_adapter_alone_and_leaves_an_artifact_that_loads(tmp_
     assert loaded.tree_config.builder == "weaver"
     assert all(len(row) == 7 for row in loaded.tree_config.adapter_temperature.values())
     assert loaded.adapter.lm_head_query_in.weight.abs().sum() > 0
+
+
+def test_a_drafter_of_another_target_is_refused_before_any_work(tmp_path, data):
+    weaver = random_weaver(hidden_size=32).init_adapter(adapter_config(max_depth=7, pool_size=16))
+    with pytest.raises(CheckpointError, match="hidden_size 32"):
+        train(tiny_random_model(), weaver, data, tmp_path / "out", AdapterTrainConfig(), pad=126)
+    assert not (tmp_path / "out").exists()
 
 
 def test_blocks_without_labels_weigh_nothing():

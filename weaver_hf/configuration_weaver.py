@@ -338,3 +338,42 @@ class WeaverConfig(PreTrainedConfig):
                 "a pool of at most the vocabulary",
                 "Correct `pool_size`, or load the adapter that belongs to this target.",
             )
+
+    def check_target(self, target: PreTrainedConfig) -> None:
+        """Compare what is declared here with a target's config; None declares nothing.
+
+        Raises:
+            CheckpointError: names the two values.
+        """
+        text = target.get_text_config()
+        for name in ("vocab_size", "hidden_size"):
+            declared, actual = getattr(self, name), getattr(text, name)
+            if declared is not None and declared != actual:
+                made_for = self.base_model_name_or_path
+                raise CheckpointError(
+                    f"a Weaver made for {name} {declared}" + (f" (it names {made_for})" if made_for else ""),
+                    f"{name} {actual}, the target's",
+                    "Load the Weaver that belongs to this target.",
+                )
+        layers = text.num_hidden_layers
+        if self.num_target_layers not in (None, layers):
+            raise CheckpointError(
+                f"a Weaver made for {self.num_target_layers} target layers",
+                f"{layers}, the target's",
+                "Load the Weaver that belongs to this target.",
+            )
+        mask = self.mask_token_id
+        if mask is not None and not 0 <= mask < text.vocab_size:
+            raise CheckpointError(
+                f"mask_token_id {mask}",
+                f"an id below the target's vocabulary of {text.vocab_size}",
+                "Load the Weaver that belongs to this target, or correct its config.json.",
+            )
+        # The last layer's output is seen after the final norm by some libraries and before it by others.
+        wrong = [i for i in self.target_layer_ids if not 0 <= i < layers - 1]
+        if wrong:
+            raise CheckpointError(
+                f"target_layer_ids {wrong}",
+                f"ids from 0 to {layers - 2}: the target has {layers} layers and the last one is never tapped",
+                "Load the Weaver that belongs to this target, or correct its config.json.",
+            )

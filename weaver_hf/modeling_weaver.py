@@ -23,7 +23,6 @@ from .custom_generate import decode, write_door
 from .drafter import BlockDrafter, DraftBlock, DrafterContext, RMSNorm
 from .errors import CheckpointError, MissingDrafterError, NotAttachedError, TreeConfigError
 from .noise import GumbelField
-from .options import check_fits
 from .scoring import DraftRule
 from .stats import GenerationStats
 from .target.attach import attach, attachment_of, detach, head_device, unwrap
@@ -112,7 +111,7 @@ class WeaverModel(PreTrainedModel):
             )
         attachment = attachment_of(target)
         if attachment is None or not any(other is self for other in attachment.weavers):
-            check_fits(self.config, target)
+            self.config.check_target(target.config)
             attach(target, self, WeaverGenerationMixin)
         self._target = weakref.ref(target)
         self._fold, self._tables = fold, None

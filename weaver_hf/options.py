@@ -4,12 +4,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch.nn as nn
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode
 
 from .errors import (
-    CheckpointError,
     EmptyPromptError,
     NotAttachedError,
     UnsupportedModelError,
@@ -20,10 +19,9 @@ from .target.cache import check_cache
 from .target.compat import CACHE_KEY
 
 if TYPE_CHECKING:
-    from .configuration_weaver import WeaverConfig
     from .modeling_weaver import WeaverModel
 
-__all__ = ["check_fits", "check_inputs", "check_options", "check_prefill", "require_attached"]
+__all__ = ["check_inputs", "check_options", "check_prefill", "require_attached"]
 
 # Other ways to assist or to decode, and a lossy one: beside `assistant_model=weaver` they would be ignored.
 _RIVALS = (
@@ -71,46 +69,6 @@ def require_attached(model: nn.Module, weaver: "WeaverModel") -> Attachment:
             "Call `weaver.detach()` and `weaver.attach(model)` first.",
         )
     return attachment
-
-
-def check_fits(config: "WeaverConfig", target: PreTrainedModel) -> None:
-    """Compare what a Weaver's config declares with the target; None declares nothing.
-
-    Raises:
-        CheckpointError: names the two values.
-    """
-    text = target.config.get_text_config()
-    for name in ("vocab_size", "hidden_size"):
-        declared, actual = getattr(config, name), getattr(text, name)
-        if declared is not None and declared != actual:
-            made_for = config.base_model_name_or_path
-            raise CheckpointError(
-                f"a Weaver made for {name} {declared}" + (f" (it names {made_for})" if made_for else ""),
-                f"{name} {actual}, the target's",
-                "Load the Weaver that belongs to this target.",
-            )
-    layers = text.num_hidden_layers
-    if config.num_target_layers not in (None, layers):
-        raise CheckpointError(
-            f"a Weaver made for {config.num_target_layers} target layers",
-            f"{layers}, the target's",
-            "Load the Weaver that belongs to this target.",
-        )
-    mask = config.mask_token_id
-    if mask is not None and not 0 <= mask < text.vocab_size:
-        raise CheckpointError(
-            f"mask_token_id {mask}",
-            f"an id below the target's vocabulary of {text.vocab_size}",
-            "Load the Weaver that belongs to this target, or correct its config.json.",
-        )
-    # The last layer's output is seen after the final norm by some libraries and before it by others.
-    wrong = [i for i in config.target_layer_ids if not 0 <= i < layers - 1]
-    if wrong:
-        raise CheckpointError(
-            f"target_layer_ids {wrong}",
-            f"ids from 0 to {layers - 2}: the target has {layers} layers and the last one is never tapped",
-            "Load the Weaver that belongs to this target, or correct its config.json.",
-        )
 
 
 def check_options(

@@ -55,6 +55,7 @@ def train(
         mixed_precision=config.mixed_precision, dynamo_backend="inductor" if config.compile else "no"
     )
     target = unwrap(target).to(accelerator.device).eval().requires_grad_(False)
+    weaver.config.check_target(target.config)
     weaver.to(accelerator.device, torch.float32).train()
     drafter = weaver.drafter
     assert drafter is not None
