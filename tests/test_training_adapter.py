@@ -10,8 +10,8 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from weaver_hf import WeaverModel
-from weaver_hf.errors import CheckpointError
 from weaver_hf.cli import app
+from weaver_hf.errors import CheckpointError
 from weaver_hf.tiny import TARGET
 from weaver_hf.training.adapter import (
     AdapterTrainConfig,
@@ -139,7 +139,7 @@ def test_training_moves_the_adapter_alone_and_leaves_an_artifact_that_loads(tmp_
         anchors_per_sequence=10,
         held_out=4,
         learning_rate=3e-3,
-        evaluate_every=0.0,
+        evaluate_every=0.2,
         loss=PoolLossConfig("kl"),
     )
     train(target, weaver, data, tmp_path / "out", config, pad=126)
