@@ -197,7 +197,7 @@ class Recording:
         """How raw scores become log-probabilities, as in a call of `generate`."""
         config, temperature = self.weaver.tree_config, self.temperature
         temperatures = config.temperatures_at(temperature, self.depths, adapter=adapter)
-        if coupled and not adapter:
+        if coupled:
             temperatures = [temperature] * self.depths
         return DraftRule(temperatures, config.couplings_at(temperature, self.depths, adapter=adapter))
 

@@ -89,7 +89,7 @@ def test_bench_writes_a_table_and_json(tmp_path):
                 "--max-new-tokens",
                 "2",
             ],
-            "acceptance 'oak'",
+            "unknown rules ['oak']",
         ),
     ],
     ids=[
