@@ -8,7 +8,7 @@ and in order, and none that is thrown away. That is what decoding with trees giv
 for token the one without the Weaver. On a CPU it prints:
 
     {"name": ", ", "age": 10, "tags": ["blue", "blue"], "alive": false}
-    44 tokens in 26 passes of the target, the same as without the Weaver: True
+    44 tokens in 25 passes of the target, the same as without the Weaver: True
 
 (The embedded model knows how to write, and nothing else.)
 """
