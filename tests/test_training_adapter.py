@@ -139,7 +139,7 @@ def test_training_moves_the_adapter_alone_and_leaves_an_artifact_that_loads(tmp_
         anchors_per_sequence=10,
         held_out=4,
         learning_rate=3e-3,
-        evaluate_every=0.2,
+        evaluate_every=0.0,
         loss=PoolLossConfig("kl"),
     )
     train(target, weaver, data, tmp_path / "out", config, pad=126)
