@@ -11,6 +11,7 @@ from weaver_hf.target.taps import TapSink
 from weaver_hf.training import coupling
 from weaver_hf.training.coupling import fit_adapter_coupling, fit_coupling
 from weaver_hf.training.data import Sequences
+from weaver_hf.training.held_out import HeldOut
 from weaver_hf.training.loop import TrainConfig
 
 
@@ -35,7 +36,7 @@ def fit(monkeypatch):
             monkeypatch.setattr(coupling, "held_out_slots", slots)
         config = TrainConfig(held_out=12, batch_size=5, width=24)
         text = replace(data, temperatures=torch.zeros(12)) if greedy else data
-        result = fit_coupling(target, weaver, text, config, 126, sink, **kwargs)
+        result = fit_coupling(HeldOut(target, weaver, sink, text, config, 126), **kwargs)
         monkeypatch.undo()
         return result
 
@@ -68,8 +69,8 @@ def test_an_untrained_adapter_is_trusted_as_the_drafter_inside_its_pool_is():
     full = lambda value: torch.full((12,), value)  # noqa: E731
     data = Sequences(tokens, torch.arange(12) * 24, full(24), full(6), torch.tensor([0.0, 0.7, 1.0] * 4))
     sink = TapSink(family_of(target).decoder_of(target), weaver.config.target_layer_ids, target.device)
-    given = (target, weaver, data, TrainConfig(held_out=12, batch_size=5, width=24), 126, sink)
-    assert fit_adapter_coupling(*given) == fit_coupling(*given), "the pool is the vocabulary"
+    given = HeldOut(target, weaver, sink, data, TrainConfig(held_out=12, batch_size=5, width=24), 126)
+    assert fit_adapter_coupling(given) == fit_coupling(given), "the pool is the vocabulary"
     with torch.no_grad():
         weaver.adapter.lm_head_query_in.weight.normal_(std=2.0)
-    assert fit_adapter_coupling(*given) != fit_coupling(*given)
+    assert fit_adapter_coupling(given) != fit_coupling(given)

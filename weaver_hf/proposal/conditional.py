@@ -25,7 +25,33 @@ CHILDREN = 16
 PAPER_CHILDREN = 8
 
 
-class WeaverBuilder:
+class ConditionalBuilder:
+    """A builder that grows by the scores of an adapter, or of whoever else scores a block's candidates.
+
+    Args:
+        budget: drafted nodes a step.
+        widths: nodes that each round makes; the first is the root's and has 1.
+        children: candidates of a node that compete.
+        prune: whether all that was scored competes in the end, or what was taken is kept.
+    """
+
+    needs_block = True
+    needs_adapter = True
+
+    def __init__(self, budget: int, widths: Sequence[int], children: int, *, prune: bool) -> None:
+        self.budget, self.widths, self.children, self.prune = budget, widths, children, prune
+
+    def __call__(self, context: DraftContext) -> TokenTree:
+        assert context.block is not None
+        assert context.score is not None
+        return self.grow(context.block.token_ids, context.anchors, context.score)
+
+    def grow(self, token_ids: Tensor, anchors: Tensor, score: Scorer) -> TokenTree:
+        """The trees of candidates `[B, D, K]` behind `anchors`, int64 `[B, 1]`."""
+        return grow(token_ids, anchors, score, self.budget, self.widths, self.children, prune=self.prune)
+
+
+class WeaverBuilder(ConditionalBuilder):
     """Grows `rounds` times, `parents` nodes a round with `children` candidates each, then prunes to the budget.
 
     Args:
@@ -36,53 +62,27 @@ class WeaverBuilder:
         children: candidates of a node that compete.
     """
 
-    needs_block = True
-    needs_adapter = True
     options = ("rounds", "parents", "children")
 
     def __init__(
         self, budget: int, rounds: int | None = None, parents: int | None = None, children: int | None = None
     ) -> None:
-        self.budget = budget
         rounds = rounds or max(1, min(ROUNDS, budget))
-        self.widths = [1] + [parents or -(-budget // rounds)] * (rounds - 1)
-        self.children = children or CHILDREN
-
-    def __call__(self, context: DraftContext) -> TokenTree:
-        assert context.block is not None
-        assert context.score is not None
-        return grow(
-            context.block.token_ids, context.anchors, context.score, self.budget, self.widths, self.children, prune=True
-        )
+        widths = [1] + [parents or -(-budget // rounds)] * (rounds - 1)
+        super().__init__(budget, widths, children or CHILDREN, prune=True)
 
 
-class PaperBuilder:
+class PaperBuilder(ConditionalBuilder):
     """The paper's rule: about 16 batches whatever the budget, the 8 best children of a node, taken means kept.
 
     Args:
         budget: drafted nodes a step.
     """
 
-    needs_block = True
-    needs_adapter = True
-
     def __init__(self, budget: int) -> None:
-        self.budget = budget
         width = max(1, -(-budget // 16))
-        self.widths = [1] + [width] * (budget // width) + ([budget % width] if budget % width else [])
-
-    def __call__(self, context: DraftContext) -> TokenTree:
-        assert context.block is not None
-        assert context.score is not None
-        return grow(
-            context.block.token_ids,
-            context.anchors,
-            context.score,
-            self.budget,
-            self.widths,
-            PAPER_CHILDREN,
-            prune=False,
-        )
+        widths = [1] + [width] * (budget // width) + ([budget % width] if budget % width else [])
+        super().__init__(budget, widths, PAPER_CHILDREN, prune=False)
 
 
 @torch.no_grad()

@@ -13,17 +13,24 @@ import torch.nn as nn
 from torch import Tensor
 
 from ..acceptance import follow
+from ..adapter import head_product
 from ..drafter import BlockDrafter, DraftBlock
+from ..modeling_weaver import WeaverModel
 from ..proposal.chain import ChainBuilder
 from ..proposal.marginal import MarginalBuilder
 from ..target.taps import TapSink, TapStates
+from ..tree import TokenTree
 
 __all__ = [
     "BlockBatch",
     "BlockNetwork",
+    "DraftPass",
     "LossConfig",
+    "accepted_along",
     "accepted_tokens",
+    "adapter_logits",
     "block_loss",
+    "draft_pass",
     "make_blocks",
     "run_blocks",
     "sample_anchors",
@@ -130,7 +137,78 @@ def target_pass(target: Any, sink: TapSink, ids: Tensor) -> tuple[TapStates, Ten
     return TapStates(*(states.float() for states in sink.take())), logits
 
 
-def rows_before(blocks: "BlockBatch", length: int) -> Tensor:
+class DraftPass(NamedTuple):
+    """What target and drafter say of the blocks of a batch.
+
+    Attributes:
+        blocks: anchors, labels, weights.
+        hidden: the drafter's final states, `[B, A, D, H]`.
+        logits: the drafter's, `[B, A, D, V]`, by the target's head.
+        target_logits: the target's for whole sequences, `[B, S, V]`.
+        states: the target's final states of the rows that chose the anchors, `[B, A, H]`.
+        tokens: int64 `[B, A, D]`, the anchor and the labels before each depth.
+    """
+
+    blocks: BlockBatch
+    hidden: Tensor
+    logits: Tensor
+    target_logits: Tensor
+    states: Tensor
+    tokens: Tensor
+
+
+def draft_pass(
+    target: Any,
+    weaver: WeaverModel,
+    sink: TapSink,
+    batch: dict[str, Tensor],
+    anchors: Tensor,
+    valid: Tensor,
+    network: nn.Module | None = None,
+) -> DraftPass:
+    """One pass of the frozen target over a batch, and of the drafter over the blocks at `anchors [B, A]`.
+
+    Args:
+        network: the drafter's `BlockNetwork` where a wrapped one is trained.
+    """
+    ids, config = batch["input_ids"], weaver.config
+    depths = config.block_size - 1
+    if network is None:
+        assert weaver.drafter is not None
+        network = BlockNetwork(weaver.drafter)
+    taps, target_logits = target_pass(target, sink, ids)
+    blocks = make_blocks(ids, batch["lengths"], anchors, valid, depths)
+    embedding = target.get_input_embeddings()
+    hidden = run_blocks(network, embedding, config.mask_token_id, taps.features, ids, anchors, depths)
+    logits = target.get_output_embeddings()(hidden.to(target.dtype))
+    tokens = torch.cat([ids.gather(1, anchors)[..., None], blocks.labels[..., :-1]], -1)
+    return DraftPass(blocks, hidden, logits, target_logits, states_before(taps, anchors), tokens)
+
+
+def adapter_logits(
+    target: Any,
+    network: nn.Module,
+    states: Tensor,
+    hidden: Tensor,
+    tokens: Tensor,
+    raw: Tensor,
+    ids: Tensor,
+) -> Tensor:
+    """The adapter's logits of candidates `ids [..., D, K]` along known tokens, fp32.
+
+    By the target's whole head: rows gathered for every slot of many blocks would take more memory than the product.
+
+    Args:
+        network: a `TopKAdapter`, wrapped or not.
+        states, hidden, tokens: as in `DraftPass`.
+        raw: the drafter's logits of the candidates.
+    """
+    queries = network(states, hidden, target.get_input_embeddings()(tokens).to(hidden.dtype))
+    product = head_product(target.get_output_embeddings(), queries.to(target.dtype))
+    return raw.float() + product.gather(-1, ids).float()
+
+
+def rows_before(blocks: BlockBatch, length: int) -> Tensor:
     """Positions of the target's rows that chose each label, int64 `[B, A, D]`: its logits there are the label's law."""
     depths = blocks.labels.shape[-1]
     before = blocks.anchors[..., None] + torch.arange(depths, device=blocks.anchors.device)
@@ -143,7 +221,7 @@ def states_before(taps: TapStates, anchors: Tensor) -> Tensor:
     return final.gather(1, (anchors - 1).clamp(min=0)[..., None].expand(-1, -1, final.shape[-1]))
 
 
-def target_probabilities(target_logits: Tensor, blocks: "BlockBatch", temperatures: Tensor) -> Tensor:
+def target_probabilities(target_logits: Tensor, blocks: BlockBatch, temperatures: Tensor) -> Tensor:
     """The target's distribution of each label `[B, A, D, V]` at its sequence's temperature `[B]` (0: its choice)."""
     rows = torch.arange(len(target_logits), device=target_logits.device)[:, None, None]
     logits = target_logits[rows, rows_before(blocks, target_logits.shape[1])].float()
@@ -202,9 +280,13 @@ def accepted_tokens(
     builder = ChainBuilder(depths) if budget is None else MarginalBuilder(budget)
     anchors = torch.zeros(len(labels), 1, dtype=torch.long, device=labels.device)
     tree = builder.grow(block, anchors)
-    padded = torch.cat([labels, labels.new_full((len(labels), 1), -1)], 1)
-    choices = padded.gather(
-        1, tree.depths.clamp(max=depths)
-    )  # the token that the text holds after a node of that depth
     expected = (tree.log_probs.exp() * tree.is_node)[:, 1:].sum(1)
-    return follow(tree, choices).lengths - 1, expected
+    return accepted_along(tree, labels), expected
+
+
+def accepted_along(tree: TokenTree, labels: Tensor) -> Tensor:
+    """Drafted tokens of trees that texts with these labels `[X, D]` behind their anchors accept: `[X]`."""
+    depths = labels.shape[-1]
+    padded = torch.cat([labels, labels.new_full((len(labels), 1), -1)], 1)
+    choices = padded.gather(1, tree.depths.clamp(max=depths))  # what the text holds after a node of that depth
+    return follow(tree, choices).lengths - 1

@@ -1,7 +1,7 @@
 """`weaver-hf train data`, `drafter` and `adapter`."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -25,6 +25,19 @@ OptimizerOption = Annotated[Literal["muon", "adamw"], typer.Option(help="muon: f
 TargetOption = Annotated[str, typer.Option(help="Target: a local folder or a Hub id.")]
 
 
+def load_target(name: str) -> tuple[Any, Any]:
+    """A target in its checkpoint's dtype, on the GPU where there is one, and its tokenizer."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto").to(device)
+    return model, AutoTokenizer.from_pretrained(name)
+
+
+def for_device(model: Any) -> dict[str, Any]:
+    """Settings of `TrainConfig` that depend on where a model is."""
+    on_gpu = model.device.type == "cuda"
+    return {"mixed_precision": "bf16" if on_gpu else "no", "compile": on_gpu}
+
+
 @app.command()
 def data(
     text: Annotated[list[Path], typer.Argument(help="Text files (.xz is unpacked), documents separated by NUL.")],
@@ -41,8 +54,7 @@ def data(
 
     [dim]Example:[/] weaver-hf train data corpus.txt.xz --out data --sequences 32768
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(target, dtype="auto").to(device)
+    model, tokenizer = load_target(target)
     config = DataConfig(
         sequences=sequences,
         max_new_tokens=max_new_tokens,
@@ -54,7 +66,7 @@ def data(
     console = Console(stderr=True)
     facts = make_data(
         model,
-        AutoTokenizer.from_pretrained(target),
+        tokenizer,
         read_documents(text),
         out,
         config,
@@ -93,9 +105,7 @@ def drafter(
 
     [dim]Example:[/] weaver-hf train drafter --data data --out drafter --taps 1 --taps 3 --taps 5 --taps 6
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(target, dtype="auto").to(device)
-    tokenizer = AutoTokenizer.from_pretrained(target)
+    model, tokenizer = load_target(target)
     text = model.config.get_text_config()
     count = text.num_hidden_layers
     if mask_token_id is None:
@@ -136,8 +146,7 @@ def drafter(
         learning_rate=learning_rate,
         max_seconds=max_seconds,
         seed=seed,
-        mixed_precision="bf16" if device == "cuda" else "no",
-        compile=device == "cuda",
+        **for_device(model),
         loss=LossConfig(weighting=weighting, gamma=gamma, soft=soft),
     )
     run(model, weaver, load_data(data, tokenizer, block_size), out, config, text.pad_token_id or 0)
@@ -171,9 +180,7 @@ def adapter(
 
     [dim]Example:[/] weaver-hf train adapter --drafter drafter --data data --out weaver --pool-size 256
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(target, dtype="auto").to(device)
-    tokenizer = AutoTokenizer.from_pretrained(target)
+    model, tokenizer = load_target(target)
     torch.manual_seed(seed)
     weaver = WeaverModel.from_pretrained(drafter).float()
     if weaver.drafter is None:
@@ -214,8 +221,7 @@ def adapter(
         learning_rate=learning_rate,
         max_seconds=max_seconds,
         seed=seed,
-        mixed_precision="bf16" if device == "cuda" else "no",
-        compile=device == "cuda",
+        **for_device(model),
         loss=PoolLossConfig(kind=loss),
     )
     read = load_data(data, tokenizer, weaver.config.block_size)
