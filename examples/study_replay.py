@@ -195,11 +195,8 @@ class Recording:
 
     def rule(self, coupled: bool, adapter: bool = False) -> DraftRule:
         """How raw scores become log-probabilities, as in a call of `generate`."""
-        config, temperature = self.weaver.tree_config, self.temperature
-        temperatures = config.temperatures_at(temperature, self.depths, adapter=adapter)
-        if coupled:
-            temperatures = [temperature] * self.depths
-        return DraftRule(temperatures, config.couplings_at(temperature, self.depths, adapter=adapter))
+        settings = self.weaver.tree_config
+        return DraftRule.of(settings, self.temperature, self.depths, coupled=coupled, adapter=adapter)
 
     @torch.no_grad()
     def blocks(self, coupled: bool) -> DraftBlock:

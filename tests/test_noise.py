@@ -144,3 +144,8 @@ def test_a_field_computes_each_row_once_and_moves_on(monkeypatch):
     assert torch.equal(field.rows(4, 50)[:, :3], three)
     assert asked == [[[10, 11, 12]], [[13]]]
     assert torch.equal(field.advance(2).rows(1, 50), three[:, 2:])
+    assert len(asked) == 2, "rows that were known stay known"
+    beyond = field.advance(3)
+    assert torch.equal(beyond.rows(3, 50), gumbel(torch.tensor([4]), torch.tensor([[13, 14, 15]]), 50))
+    assert asked[2:] == [[[14, 15]]]
+    assert torch.equal(field.advance(9).rows(1, 50), gumbel(torch.tensor([4]), torch.tensor([[19]]), 50))

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .configuration_weaver import AdapterConfig
-from .drafter import DraftBlock, rotate
+from .drafter import DraftBlock, rope_at, rotate
 from .scoring import DraftRule
 
 __all__ = ["AdapterScorer", "FoldedTables", "TopKAdapter", "is_plain", "residual"]
@@ -175,10 +175,7 @@ class TopKAdapter(nn.Module):
         """Cosine and sine at `positions [..., R]`, fp32 `[..., 1, R, hd / 2]`; None with learned positions."""
         if self.config.generation == "learned":
             return None
-        dim = self.config.rank // self.config.num_heads
-        frequency = torch.arange(0, dim, 2, device=positions.device, dtype=torch.float32) / dim
-        angle = positions[..., None].float() * self.config.rope_base**-frequency
-        return angle.cos().unsqueeze(-3), angle.sin().unsqueeze(-3)
+        return rope_at(positions, self.config.rank // self.config.num_heads, self.config.rope_base, torch.float32)
 
     # ---- the two ways to evaluate it ---------------------------------------------------------------------------------
 

@@ -207,16 +207,10 @@ class BlockDrafter(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.head_dim, self.theta = config.head_dim, config.rope_theta
 
-    def rope(self, positions: Tensor, dtype: torch.dtype) -> KeyValue:
-        """Cosine and sine at `positions [..., R]`: `[..., 1, R, hd / 2]` each."""
-        frequency = torch.arange(0, self.head_dim, 2, device=positions.device, dtype=torch.float32) / self.head_dim
-        angle = positions[..., None].float() * self.theta**-frequency
-        return angle.cos().to(dtype).unsqueeze(-3), angle.sin().to(dtype).unsqueeze(-3)
-
     def context_rows(self, features: Tensor, positions: Tensor) -> list[KeyValue]:
         """Keys and values of every layer for tap features `[B, R, n * H]` at sequence indices `positions [B, R]`."""
         fused = self.hidden_norm(self.fc(features))
-        rope = self.rope(positions, fused.dtype)
+        rope = rope_at(positions, self.head_dim, self.theta, fused.dtype)
         layers: Iterable[Any] = self.layers
         return [layer.self_attn.key_value(fused, rope) for layer in layers]
 
@@ -233,11 +227,18 @@ class BlockDrafter(nn.Module):
         Returns:
             `[B, A, Q, H]`.
         """
-        rope = self.rope(positions, noise.dtype)
+        rope = rope_at(positions, self.head_dim, self.theta, noise.dtype)
         x = noise
         for layer, kv in zip(self.layers, context, strict=True):
             x = layer(x, rope, kv, context_positions, positions)
         return self.norm(x)
+
+
+def rope_at(positions: Tensor, dim: int, theta: float, dtype: torch.dtype) -> KeyValue:
+    """Cosine and sine at `positions [..., R]` for heads of width `dim`: `[..., 1, R, dim / 2]` each."""
+    frequency = torch.arange(0, dim, 2, device=positions.device, dtype=torch.float32) / dim
+    angle = positions[..., None].float() * theta**-frequency
+    return angle.cos().to(dtype).unsqueeze(-3), angle.sin().to(dtype).unsqueeze(-3)
 
 
 def rotate(x: Tensor, rope: KeyValue) -> Tensor:

@@ -107,9 +107,9 @@ class WeaverGenerationMixin(GenerationMixin):
                 options = {"sink": sink, "stats": stats, "margin": generator.margin, "seed": seed}
                 state = DecodeState.start(input_ids, processors, criteria, generation_config, streamer, **options)
                 runs.append((generator, state))
-            prompt = prefill(self, state, generation_config, kwargs)
-            for generator, state in runs:
-                decode(self, generator, state, prompt if texts == 1 else prompt.fork())
+            prompt = prefill(self, runs[-1][1], generation_config, kwargs)
+            for generator, state in runs:  # the last one needs no copy of the prompt's cache
+                decode(self, generator, state, prompt if state is runs[-1][1] else prompt.fork())
             # Nobody sees a cache that `generate` made and does not return: nothing needs to be committed to it.
             if texts == 1 and (returned or getattr(cache, "_is_user_defined", False)):
                 state.close()
@@ -290,28 +290,19 @@ class WeaverCandidateGenerator(CandidateGenerator):
         )
         self._conditional = getattr(self._build, "needs_adapter", False)
         self._pool = weaver.pool_size(self.tree_config) if self._conditional else self.budget
-        scored = getattr(self._build, "needs_block", False)
-        if self.tree_config.acceptance == "coupled" and not scored:
+        self._scored = getattr(self._build, "needs_block", False)
+        if self.tree_config.acceptance == "coupled" and not self._scored:
             raise TreeConfigError(
                 f"acceptance 'coupled' with builder {self.tree_config.builder!r}, which does not score the vocabulary",
                 "a builder that reads the drafter's scores",
                 "Set `weaver.tree_config.acceptance = None`: coupled where the builder can, otherwise 'sample'.",
             )
-        self.coupled = generation_config.do_sample and scored and self.tree_config.acceptance != "sample"
+        self.coupled = generation_config.do_sample and self._scored and self.tree_config.acceptance != "sample"
         self.margin = self.tree_config.lossy_margin if self.tree_config.acceptance == LOSSY else None
         temperature = (generation_config.temperature or 1.0) if generation_config.do_sample else 0.0
-        settings, depths = self.tree_config, weaver.config.block_size - 1
-        # Given the noise, drafter and adapter stand in for the target itself, at the target's temperature: what is left
-        # to fit is how far they can be trusted. Without it, their temperatures make them calibrated.
-        filters = drafter_processors(processors) if self.coupled else ()
-        self._marginals, self._conditionals = (
-            DraftRule(
-                [temperature] * depths if self.coupled else settings.temperatures_at(temperature, depths, adapter=of),
-                settings.couplings_at(temperature, depths, adapter=of),
-                filters,
-            )
-            for of in (False, True)
-        )
+        given = (self.tree_config, temperature, weaver.config.block_size - 1)
+        own: dict[str, Any] = {"coupled": self.coupled, "filters": drafter_processors(processors)}
+        self._marginals, self._conditionals = DraftRule.of(*given, **own), DraftRule.of(*given, adapter=True, **own)
 
     def get_candidate_tree(self, context: DraftContext) -> TokenTree:
         """A tree of at most `budget` drafted nodes, rooted at the last token of each row."""
@@ -322,7 +313,7 @@ class WeaverCandidateGenerator(CandidateGenerator):
             return TokenTree.from_lists(anchors, [[-1] for _ in anchors], device=context.device)
         if not self.coupled:
             context.noise = None
-        if self.context is not None and getattr(self._build, "needs_block", False):
+        if self.context is not None and self._scored:
             block = self.weaver.draft(context.anchors, self.context, self._marginals, self._pool, context.noise)
             context.block = block
             context.score = self.weaver.scorer(block, context.taps, self._conditionals) if self._conditional else None

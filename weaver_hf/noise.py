@@ -104,5 +104,6 @@ class GumbelField:
         return self._rows[:, :count]
 
     def advance(self, count: int) -> "GumbelField":
-        """The field behind `count` more tokens."""
-        return replace(self, position=self.position + count, _rows=None)
+        """The field behind `count` more tokens; what is known of its noise goes on with it."""
+        rows = None if self._rows is None else self._rows[:, count:]
+        return replace(self, position=self.position + count, _rows=rows)

@@ -9,6 +9,8 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as stock
 
+from .configuration_weaver import TreeConfig
+
 __all__ = ["DraftRule", "candidate_log_probs", "drafter_processors", "is_stateless", "process_nodes"]
 
 # Processors of transformers whose output depends on the scores alone, row by row: one call serves all nodes. By exact
@@ -40,13 +42,13 @@ def is_stateless(processors: Sequence[LogitsProcessor]) -> bool:
 
 
 def process_nodes(processors: Sequence[LogitsProcessor], sequences: Tensor, logits: Tensor) -> Tensor:
-    """Stateless processors on all nodes at once: `logits [B, N, V]` to fp32 scores `[B, N, V]`.
+    """Stateless processors on all rows at once: `logits [..., V]` to fp32 scores `[..., V]`.
 
     Args:
         processors: a list that `is_stateless`.
         sequences: the text so far, which these processors are given and do not read.
     """
-    scores = logits.flatten(0, 1).float()
+    scores = logits.flatten(0, -2).float()
     for processor in processors:
         scores = processor(sequences, scores)
     return scores.reshape(logits.shape)
@@ -73,6 +75,29 @@ class DraftRule:
     temperatures: Sequence[float]
     couplings: Sequence[float] = ()
     filters: Sequence[LogitsProcessor] = ()
+
+    @classmethod
+    def of(
+        cls,
+        settings: TreeConfig,
+        temperature: float,
+        depths: int,
+        *,
+        coupled: bool,
+        adapter: bool = False,
+        filters: Sequence[LogitsProcessor] = (),
+    ) -> "DraftRule":
+        """The rule of a call of `generate` at the target's `temperature` (0: greedy), the drafter's or the adapter's.
+
+        Given the noise, drafter and adapter stand in for the target itself, at the target's temperature and by its
+        filters: what is left to fit is how far they can be trusted. Without it, their temperatures calibrate them.
+        """
+        fitted = settings.temperatures_at(temperature, depths, adapter=adapter)
+        return cls(
+            [temperature] * depths if coupled else fitted,
+            settings.couplings_at(temperature, depths, adapter=adapter),
+            filters if coupled else (),
+        )
 
     def log_probs(self, logits: Tensor, gumbels: Tensor | None = None, depths: Tensor | None = None) -> Tensor:
         """`candidate_log_probs` of `logits [B, D, K]`, one depth a row, or of rows that belong to `depths [B, W]`."""
@@ -116,12 +141,7 @@ def candidate_log_probs(
     Returns:
         fp32 `[..., V]`.
     """
-    scores = logits.float() / temperature
-    if processors:
-        rows = scores.flatten(0, -2)
-        for processor in processors:
-            rows = processor(torch.empty(0), rows)
-        scores = rows.reshape(scores.shape)
+    scores = process_nodes(processors, torch.empty(0), logits.float() / temperature)
     log_probs = scores.log_softmax(-1)
     if gumbels is not None:
         assert coupling_temperature is not None
