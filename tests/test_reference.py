@@ -195,3 +195,55 @@ def test_tree_attention_equals_sdpa_with_the_same_mask(groups, dim):
         query, *(x.repeat_interleave(groups, 1) for x in (key, value)), attn_mask=visible[:, None], scale=0.3
     )
     torch.testing.assert_close(output, expected.transpose(1, 2))
+
+
+def test_commit_of_all_layers_moves_each_as_its_own_functions_do() -> None:
+    torch.manual_seed(0)
+    tree = random_tree(9, "random")
+    layers, batch, channels, width, nodes = 2, 1, 12, 4, 9
+    buffers = reference.TreeBuffers(
+        state=torch.randn(layers, batch, 4, 8, 6),
+        window=torch.randn(layers, batch, channels, width),
+        rows=torch.randn(layers, batch, nodes, channels),
+        keys=torch.randn(layers, batch, 2, nodes, 8),
+        updates=torch.randn(layers, batch, 4, nodes, 6),
+        decay=-torch.rand(layers, batch, 4, nodes),
+        kv=torch.randn(3, 2, batch, 2, 24, 5),
+    )
+    before = reference.TreeBuffers(*(x.clone() for x in buffers))
+    path, lens = torch.tensor([tree.path(8)]), torch.tensor([11])
+    lengths = torch.tensor([path.shape[1]])
+    reference.commit(buffers, path, lengths, lens)
+    for layer in range(layers):
+        state = reference.gated_delta_commit(before.state[layer], before.stash(layer), path, lengths)
+        assert torch.equal(buffers.state[layer], state)
+        window = reference.causal_conv_commit(before.window[layer], before.rows[layer], path, lengths)
+        assert torch.equal(buffers.window[layer], window)
+    taken = before.kv[..., 11 + path[0], :]
+    assert torch.equal(buffers.kv[..., 11 : 11 + path.shape[1], :], taken)
+    assert torch.equal(buffers.kv[..., :11, :], before.kv[..., :11, :])
+
+
+def test_a_topology_says_what_the_tree_says() -> None:
+    tree = random_tree(70, "random")
+    topology = reference.tree_topology(tree.parents, 4)
+    assert torch.equal(topology.ancestors, tree.ancestors)
+    assert torch.equal(topology.depths, tree.depths)
+    bit = torch.arange(70)
+    assert torch.equal((topology.bits[..., bit // 64] >> (bit % 64) & 1).bool(), tree.ancestors)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_visible_slots_are_the_committed_ones_in_the_window_and_the_ancestors(window: int | None) -> None:
+    tree = random_tree(7, "random")
+    lens, starts = torch.tensor([6]), torch.tensor([2])
+    visible = reference.visible_slots(reference.tree_topology(tree.parents, 4), lens, 16, starts, window)[0]
+    for node in range(7):
+        position = 6 + int(tree.depths[0, node])
+        for slot in range(16):
+            if slot < 6:
+                seen, place = slot >= 2, slot
+            else:
+                seen = slot - 6 in tree.path(node)
+                place = 6 + int(tree.depths[0, slot - 6]) if seen else 0
+            assert bool(visible[node, slot]) == (seen and (window is None or position - place < window))

@@ -18,15 +18,63 @@ from torch import Tensor
 
 __all__ = [
     "GatedDeltaStash",
+    "TreeBuffers",
+    "TreeTopology",
     "causal_conv_commit",
     "causal_conv_index",
     "causal_conv_tree",
+    "commit",
     "gated_delta_commit",
     "gated_delta_tree",
     "gather_nodes",
+    "gating",
     "l2norm",
     "tree_attention",
+    "tree_topology",
+    "visible_slots",
 ]
+
+
+class TreeTopology(NamedTuple):
+    """The shape of a batch of trees, made once a step and read by all layers.
+
+    Attributes:
+        parents, depths: int64 `[B, T]`; the root has parent -1 and depth 0; padding hangs at the root.
+        ancestors: bool `[B, T, T]`.
+        bits: int64 `[B, T, ceil(T / 64)]`, the same: bit `j % 64` of word `j // 64` says that `j` is `i` or above it.
+        conv_index: int64 `[B, T, W]` of `causal_conv_index`.
+    """
+
+    parents: Tensor
+    depths: Tensor
+    ancestors: Tensor
+    bits: Tensor
+    conv_index: Tensor
+
+
+class TreeBuffers(NamedTuple):
+    """The committed state and the stash of all layers of one model on one device, stacked so that one launch moves all.
+
+    `L` Gated DeltaNet layers, `A` attention layers (either may be 0), `S` slots, `T` nodes.
+
+    Attributes:
+        state: fp32 `[L, B, Hv, dk, dv]`; window: `[L, B, C, W]`: committed.
+        rows: `[L, B, T, C]`; keys: fp32 `[L, B, Hk, T, dk]`; updates: fp32 `[L, B, Hv, T, dv]`; decay: fp32
+            `[L, B, Hv, T]`: what the last verification left, see `GatedDeltaStash`.
+        kv: `[A, 2, B, Hkv, S, D]`, keys and values; the nodes of the last verification lie at slots `lens[b] + node`.
+    """
+
+    state: Tensor
+    window: Tensor
+    rows: Tensor
+    keys: Tensor
+    updates: Tensor
+    decay: Tensor
+    kv: Tensor
+
+    def stash(self, layer: int) -> "GatedDeltaStash":
+        """The views of one Gated DeltaNet layer."""
+        return GatedDeltaStash(self.keys[layer], self.updates[layer], self.decay[layer])
 
 
 class GatedDeltaStash(NamedTuple):
@@ -43,6 +91,29 @@ class GatedDeltaStash(NamedTuple):
 def l2norm(x: Tensor) -> Tensor:
     """`x / sqrt(sum(x^2) + 1e-6)` over the last axis, as transformers and flash-linear-attention define it."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+
+def tree_topology(parents: Tensor, width: int) -> TreeTopology:
+    """The topology of trees with `parents` int64 `[B, T]` for convolutions of `width` columns."""
+    nodes = parents.shape[1]
+    node = torch.arange(nodes, device=parents.device)
+    # Staying, or one step towards the root: squaring the relation doubles the distance that it covers.
+    ancestors = (parents[..., None] == node) | (node[:, None] == node)
+    for _ in range(max(nodes - 1, 1).bit_length()):
+        ancestors = (ancestors.float() @ ancestors.float()) > 0
+    depths = ancestors.sum(-1) - 1
+    words = F.pad(ancestors, (0, -nodes % 64)).unflatten(-1, (-1, 64)).long()
+    bits = (words << torch.arange(64, device=parents.device)).sum(-1)
+    return TreeTopology(parents, depths, ancestors, bits, causal_conv_index(parents, depths, width))
+
+
+def gating(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Log decay `g <= 0` (fp32) and write strength `beta` (rounded to the dtype of `b`, as transformers does).
+
+    Args:
+        a, b: `[B, T, Hv]`, the projections; A_log, dt_bias: `[Hv]`.
+    """
+    return -A_log.float().exp() * F.softplus(a.float() + dt_bias), b.sigmoid()
 
 
 def gated_delta_tree(
@@ -180,9 +251,57 @@ def causal_conv_commit(window: Tensor, rows: Tensor, path: Tensor, lengths: Tens
     return line.gather(-1, columns[:, None].expand(-1, line.shape[1], -1))
 
 
+def commit(buffers: TreeBuffers, path: Tensor, lengths: Tensor, lens: Tensor) -> None:
+    """Move everything committed along the accepted path, in place, all layers at once.
+
+    Args:
+        path: int64 `[B, P]`, nodes from the root down; entries from `lengths` on are any valid node.
+        lengths: int64 `[B]`, accepted entries; 0 leaves a row as it is.
+        lens: int64 `[B]`, slots committed before; the caller adds `lengths` to it. Slots from `lens + lengths` on
+            hold garbage afterwards.
+    """
+    for layer in range(len(buffers.state)):
+        window = causal_conv_commit(buffers.window[layer], buffers.rows[layer], path, lengths)
+        buffers.window[layer].copy_(window)
+        buffers.state[layer].copy_(gated_delta_commit(buffers.state[layer], buffers.stash(layer), path, lengths))
+    slots = lens[:, None] + torch.arange(path.shape[1], device=path.device)  # [B, P]
+    for kv in buffers.kv.flatten(0, 1):  # [B, Hkv, S, D]
+        rows = gather_nodes(kv, lens[:, None] + path)
+        kv.scatter_(2, slots[:, None, :, None].expand_as(rows), rows)
+
+
 def gather_nodes(x: Tensor, path: Tensor) -> Tensor:
     """Rows of `x [B, H, T, D]` at the nodes of `path [B, P]`: `[B, H, P, D]`."""
     return x.gather(2, path[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1]))
+
+
+def visible_slots(
+    topology: TreeTopology, lens: Tensor, slots: int, starts: Tensor | None = None, window: int | None = None
+) -> Tensor:
+    """The slots that each node attends to: committed ones, and its own ancestors at `lens[b] + node`.
+
+    Args:
+        lens: int64 `[B]`, committed slots; starts: int64 `[B]`, the first that is no padding, None: 0.
+        slots: `S`, slots of the buffers.
+        window: of sliding attention: what lies `window` positions or more behind is not seen.
+
+    Returns:
+        Bool `[B, T, S]`.
+    """
+    slot = torch.arange(slots, device=lens.device)
+    node = slot - lens[:, None]  # [B, S]
+    committed = node < 0
+    if starts is not None:
+        committed = committed & (slot >= starts[:, None])
+    nodes = topology.parents.shape[1]
+    inside = (node >= 0) & (node < nodes)
+    place = node.clamp(0, nodes - 1)[:, None].expand(-1, nodes, -1)
+    own = topology.ancestors.gather(2, place) & inside[:, None]
+    visible = committed[:, None] | own
+    if window is not None:
+        depth = torch.where(inside, topology.depths.gather(1, node.clamp(0, nodes - 1)), node)  # relative position
+        visible = visible & (topology.depths[..., None] - depth[:, None] < window)
+    return visible
 
 
 def tree_attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scaling: float) -> Tensor:
