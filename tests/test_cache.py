@@ -199,7 +199,7 @@ def test_a_plan_moves_with_the_layers_that_read_it(model, weaver):
     adopted = adopt(prefilled(tiny_random_model(), prompt_ids(9)), 9)
     plan = adopted.plan(random_tree(4, "chain"))
     moved = plan.to("meta")
-    assert {moved.visible.device.type, moved.ancestors.device.type, moved.conv_index.device.type} == {"meta"}
+    assert {x.device.type for x in (*moved.topology, moved.lens, moved.position_ids, moved.visible(13))} == {"meta"}
     assert moved.attended is plan.attended
 
 

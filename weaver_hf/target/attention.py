@@ -33,7 +33,7 @@ def weaver_tree_attention(
     """Attention by transformers' interface, of tree nodes over committed slots and their own ancestors."""
     weaver_tree.attended.add(module.layer_idx)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return reference.tree_attention(query, key, value, weaver_tree.visible, scaling), None
+    return reference.tree_attention(query, key, value, weaver_tree.visible(key.shape[2]), scaling), None
 
 
 AttentionInterface.register("weaver_tree", weaver_tree_attention)

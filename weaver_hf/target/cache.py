@@ -5,7 +5,7 @@ the user gets back is the stock cache, and it owns its memory.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -25,25 +25,36 @@ class TreePlan:
     """Facts of one tree that all layers share, handed down the forward as the keyword `weaver_tree`.
 
     Attributes:
-        ancestors: bool `[B, N, N]`, see `TokenTree`.
-        conv_index: int64 `[B, N, W]`, see `weaver_kernels.reference.causal_conv_index`.
-        visible: bool `[B, N, S + N]`, the slots each node attends to: committed ones, then its own ancestors.
+        topology: of the trees, see `weaver_kernels.reference`.
+        lens: int64 `[B]`, committed slots; the nodes take the slots behind them.
         position_ids: int64 `[B, N]`, or `[planes, B, N]` where the prompt's had planes (multimodal rope).
+        starts: int64 `[B]`, the first committed slot that is no padding; None where there is none.
+        mask: bool `[B, L]`, the prompt's slots that are seen where that is not all from `starts` on.
         attended: layers whose attention has read this plan.
     """
 
-    ancestors: Tensor
-    conv_index: Tensor
-    visible: Tensor
+    topology: reference.TreeTopology
+    lens: Tensor
     position_ids: Tensor
+    starts: Tensor | None = None
+    mask: Tensor | None = None
     attended: set[int] = field(default_factory=set)
+    _visible: dict[int, Tensor] = field(default_factory=dict, repr=False)
+
+    def visible(self, slots: int) -> Tensor:
+        """Which of a buffer's `slots` each node attends to, bool `[B, N, slots]`; the same for all layers."""
+        if slots not in self._visible:
+            seen = reference.visible_slots(self.topology, self.lens, slots, self.starts)
+            if self.mask is not None:
+                seen[..., : self.mask.shape[1]] &= self.mask[:, None]
+            self._visible[slots] = seen
+        return self._visible[slots]
 
     def to(self, device: Any, non_blocking: bool = False) -> "TreePlan":
         """The same facts on another device: accelerate calls this where layers lie on several."""
-        moved = {
-            name: getattr(self, name).to(device) for name in ("ancestors", "conv_index", "visible", "position_ids")
-        }
-        return replace(self, **moved)
+        topology = reference.TreeTopology(*(x.to(device) for x in self.topology))
+        starts, mask = (None if x is None else x.to(device) for x in (self.starts, self.mask))
+        return TreePlan(topology, self.lens.to(device), self.position_ids.to(device), starts, mask, self.attended)
 
 
 class LinearStash(NamedTuple):
@@ -79,21 +90,22 @@ class TreeLinearLayer(LinearAttentionLayer):
 class TreeKVLayer(DynamicLayer):
     """A full-attention layer's keys and values in a buffer with room behind the committed rows.
 
-    Rows `[0, length)` are committed; a verification writes its nodes at `[length, length + N)`, where they stay garbage
-    until a commit gathers the accepted ones. Nothing is copied that does not move.
+    Rows `[0, lens[b])` are committed; a verification writes its nodes at `[lens[b], lens[b] + N)`, where they stay
+    garbage until a commit gathers the accepted ones. Nothing is copied that does not move.
     """
 
     keys: Tensor | None
     values: Tensor | None
     _keys: Tensor
     _values: Tensor
-    length: int
-    stash: int | None  # nodes of the last verification, still behind `length`
+    length: int  # the largest of `lens`
+    lens: Tensor
+    stash: int | None  # nodes of the last verification, still behind `lens`
 
-    def adopt(self, capacity: int) -> None:
+    def adopt(self, capacity: int, lens: Tensor) -> None:
         assert self.keys is not None, "adopted after the prefill"
         assert self.values is not None
-        self.length, self.stash = self.keys.shape[-2], None
+        self.length, self.lens, self.stash = self.keys.shape[-2], lens, None
         self._keys, self._values = self._larger(self.keys, capacity), self._larger(self.values, capacity)
         self.keys = self.values = None
 
@@ -104,36 +116,38 @@ class TreeKVLayer(DynamicLayer):
         return buffer
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write the nodes behind the committed rows; returns both, `[B, H, length + N, D]`."""
+        """Write the nodes behind the committed rows of each text; returns both, `[B, H, length + N, D]`."""
         nodes = key_states.shape[-2]
         end = self.length + nodes
         if end > self._keys.shape[-2]:
             self._keys, self._values = (self._larger(x, end + end // 2) for x in (self._keys, self._values))
-        self._keys[:, :, self.length : end] = key_states
-        self._values[:, :, self.length : end] = value_states
+        for buffer, states in ((self._keys, key_states), (self._values, value_states)):
+            if len(states) == 1:
+                buffer[:, :, self.length : end] = states
+            else:
+                slots = self.lens.to(states.device)[:, None] + torch.arange(nodes, device=states.device)
+                buffer.scatter_(2, slots[:, None, :, None].expand_as(states), states)
         self.stash = nodes
         return self._keys[:, :, :end], self._values[:, :, :end]
 
     def get_seq_length(self) -> int:
         return self.length
 
-    def commit(self, path: Tensor, lens: Tensor, longest: int) -> None:
+    def commit(self, path: Tensor, lengths: Tensor, longest: int) -> None:
         """Gather the accepted nodes to slots `lens[b], lens[b] + 1, ...` of each row; `longest` is the new length."""
-        assert self.stash is not None
-        path, lens = path.to(self._keys.device), lens.to(self._keys.device)
+        path, lens = path.to(self._keys.device), self.lens.to(self._keys.device)
         slots = lens[:, None] + torch.arange(path.shape[1], device=path.device)  # [B, P]
         for buffer in (self._keys, self._values):
-            nodes = buffer[:, :, self.length : self.length + self.stash]
-            rows = reference.gather_nodes(nodes, path)
+            rows = reference.gather_nodes(buffer, lens[:, None] + path)
             buffer.scatter_(2, slots[:, None, :, None].expand_as(rows), rows)
-        self.stash, self.length = None, longest
+        self.stash, self.lens, self.length = None, self.lens + lengths, longest
 
     def release(self) -> None:
         if self.keys is None:
             # Contiguous copies of their own: the buffer goes, and nobody shares memory with what the user keeps.
             self.keys = self._keys[:, :, : self.length].clone()
             self.values = self._values[:, :, : self.length].clone()
-        for name in ("_keys", "_values", "length", "stash"):
+        for name in ("_keys", "_values", "length", "lens", "stash"):
             self.__dict__.pop(name, None)
         self.__class__ = DynamicLayer
 
@@ -159,6 +173,19 @@ def check_cache(cache: Cache | None) -> None:
         )
 
 
+def padding_of(attention_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """What a prompt's mask `[B, L]` says: first slots that are seen, int64 `[B]`, and the mask where that is not all.
+
+    Padding is on the left as a rule, and then a start says it; waits for the device once.
+    """
+    if attention_mask is None:
+        return None, None
+    mask = attention_mask.bool()
+    starts = mask.long().argmax(-1)
+    left = torch.arange(mask.shape[1], device=mask.device) >= starts[:, None]
+    return starts, None if bool((left == mask).all()) else mask
+
+
 class TreeCache:
     """The adopted cache of one call of `generate`.
 
@@ -176,7 +203,7 @@ class TreeCache:
         self.length = cache.get_seq_length()
         self.lens = torch.full(next_position.shape[-1:], self.length, device=next_position.device)
         self.position_offset = next_position - self.length
-        self.prefilled = None if attention_mask is None else attention_mask.bool()
+        self.starts, self.mask = padding_of(attention_mask)
         self.pending: tuple[Tensor, Tensor, int] | None = None
         try:
             for layer in cache.layers:
@@ -185,7 +212,7 @@ class TreeCache:
                     layer.adopt()
                 else:
                     layer.__class__ = TreeKVLayer
-                    layer.adopt(self.length + room)
+                    layer.adopt(self.length + room, self.lens)
         except BaseException:  # out of memory: the cache is the user's
             self.release()
             raise
@@ -200,22 +227,13 @@ class TreeCache:
 
     def plan(self, tree: TokenTree) -> TreePlan:
         """The facts of a tree that hangs at the end of the committed text."""
-        slots = torch.arange(self.length, device=tree.device)
-        committed = slots < self.lens[:, None]  # [B, S]
-        if self.prefilled is not None:
-            prompt = self.prefilled.shape[1]
-            committed = torch.cat([committed[:, :prompt] & self.prefilled, committed[:, prompt:]], 1)
-        visible = torch.cat([committed[:, None].expand(-1, tree.num_nodes, -1), tree.ancestors], -1)
-        return TreePlan(
-            ancestors=tree.ancestors,
-            conv_index=reference.causal_conv_index(tree.parents, tree.depths, self.conv_width),
-            visible=visible,
-            position_ids=(self.lens + self.position_offset)[..., None] + tree.depths,
-        )
+        topology = reference.tree_topology(tree.parents, self.conv_width)
+        positions = (self.lens + self.position_offset)[..., None] + tree.depths
+        return TreePlan(topology, self.lens, positions, self.starts, self.mask)
 
     def check_verified(self, plan: TreePlan) -> None:
         """Raise unless every layer has read this plan: a layer that ran another forward would corrupt the text."""
-        nodes = plan.ancestors.shape[-1]
+        nodes = plan.topology.parents.shape[-1]
         for index, layer in enumerate(self.cache.layers):
             if isinstance(layer, TreeKVLayer):
                 ran = index in plan.attended and layer.stash == nodes
@@ -245,7 +263,7 @@ class TreeCache:
             if layer.stash is None:
                 continue
             if isinstance(layer, TreeKVLayer):
-                layer.commit(path, self.lens, self.length + longest)
+                layer.commit(path, lengths, self.length + longest)
             else:
                 layer.commit(path, lengths)
         self.pending = None

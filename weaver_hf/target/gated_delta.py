@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
 from transformers.integrations.accelerate import force_accelerate_hooks
 
@@ -36,17 +35,15 @@ def _tree_forward(mixer: Any, hidden_states: Tensor, layer: TreeLinearLayer, pla
     b, a = mixer.in_proj_b(hidden_states), mixer.in_proj_a(hidden_states)
 
     conv = reference.causal_conv_tree(
-        mixed, layer.conv_states[0], mixer.conv1d.weight.squeeze(1), plan.conv_index, mixer.conv1d.bias
+        mixed, layer.conv_states[0], mixer.conv1d.weight.squeeze(1), plan.topology.conv_index, mixer.conv1d.bias
     )
     query, key, value = conv.split([mixer.key_dim, mixer.key_dim, mixer.value_dim], -1)
     query = query.reshape(batch, nodes, -1, mixer.head_k_dim)
     key = key.reshape(batch, nodes, -1, mixer.head_k_dim)
     value = value.reshape(batch, nodes, -1, mixer.head_v_dim)
-    # As transformers rounds them: beta in the model's dtype, the decay in fp32.
-    beta = b.sigmoid()
-    g = -mixer.A_log.float().exp() * F.softplus(a.float() + mixer.dt_bias)
-
-    output, delta = reference.gated_delta_tree(query, key, value, g, beta, layer.recurrent_states[0], plan.ancestors)
+    g, beta = reference.gating(a, b, mixer.A_log, mixer.dt_bias)
+    state, ancestors = layer.recurrent_states[0], plan.topology.ancestors
+    output, delta = reference.gated_delta_tree(query, key, value, g, beta, state, ancestors)
     layer.stash = LinearStash(mixed, delta)
     output = mixer.norm(output.reshape(-1, mixer.head_v_dim), z.reshape(-1, mixer.head_v_dim))
     return mixer.out_proj(output.reshape(batch, nodes, -1))
