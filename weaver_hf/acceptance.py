@@ -14,7 +14,7 @@ from torch import Tensor
 from .noise import GumbelField
 from .tree import TokenTree
 
-__all__ = ["LOSSY", "RULES", "AcceptedPath", "choose", "follow"]
+__all__ = ["LOSSY", "RULES", "AcceptedPath", "choose", "follow", "plant"]
 
 LOSSY = "lossy_margin"
 
@@ -98,3 +98,20 @@ def follow(tree: TokenTree, choices: Tensor) -> AcceptedPath:
     order = torch.where(accepted, node, tree.num_nodes).sort(-1).values
     path = torch.where(node < lengths[:, None], order, 0)
     return AcceptedPath(path, choices.gather(1, path), lengths)
+
+
+def plant(tree: TokenTree, choices: Tensor, probability: float) -> Tensor:
+    """Choices that take a node's best child with this probability a depth, whatever the target chose: for timing alone.
+
+    Args:
+        tree: `B` trees of `N` nodes.
+        choices: int64 `[B, N]`, what is taken otherwise.
+
+    Returns:
+        int64 `[B, N]`.
+    """
+    node = torch.arange(tree.num_nodes, device=tree.device)
+    is_child = (tree.parents[:, None] == node[:, None]) & tree.is_node[:, None]  # [B, N, N]
+    best = tree.log_probs[:, None].masked_fill(~is_child, float("-inf")).argmax(-1)
+    draws = torch.rand(len(choices), tree.depth_limit + 1, device=tree.device).gather(1, tree.depths)
+    return torch.where(is_child.any(-1) & (draws < probability), tree.token_ids.gather(1, best), choices)

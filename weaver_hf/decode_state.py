@@ -19,6 +19,7 @@ from .noise import GumbelField, row_seeds
 from .stats import GenerationStats
 from .target.cache import TreeCache
 from .target.compat import CACHE_KEY
+from .target.static_cache import StaticTreeCache
 from .target.taps import TapSink, TapStates
 
 __all__ = ["DecodeState", "Prompt", "WeaverGenerateOutput", "joined", "own_rules"]
@@ -66,6 +67,7 @@ class DecodeState:
         seed: int64 `[1]`, of the text's noise, None under greedy decoding.
         noise: what the next step draws with.
         margin: of the lossy rule, None for lossless acceptance.
+        planted: an acceptance for timing, None for the target's own choices.
         scores, logits: processed scores and raw logits of each new token, None where they are not returned.
         fresh_taps: tap states of the rows that entered the cache last.
         cut: a length limit ended the text.
@@ -85,7 +87,8 @@ class DecodeState:
     stats: GenerationStats
     seed: Tensor | None = None
     margin: float | None = None
-    cache: TreeCache = field(init=False)
+    planted: float | None = None
+    cache: TreeCache | StaticTreeCache = field(init=False)
     noise: GumbelField | None = None
     fresh_taps: TapStates | None = None
     done: bool = False
@@ -133,16 +136,16 @@ class DecodeState:
     def remaining(self) -> int:
         return self.max_length - self.length
 
-    def append(self, token: int, scores: Tensor, raw: Tensor) -> None:
+    def append(self, token: int, scores: Tensor | None, raw: Tensor | None) -> None:
         """Add one token, and set `done` where a stopping rule fires on it."""
         if self.length == self.tokens.shape[1]:
             self.tokens = torch.cat([self.tokens, self.tokens.new_zeros(1, max(64, self.length))], 1)
         self.tokens[:, self.length] = token
         self.length += 1
         self.history[0].append(token)
-        if self.scores is not None:
+        if self.scores is not None and scores is not None:
             self.scores += (scores.to(torch.float32, copy=True),)  # a view would keep all nodes' logits alive
-        if self.logits is not None:
+        if self.logits is not None and raw is not None:
             self.logits += (raw.to(torch.float32, copy=True),)
         self.cut = self.remaining <= 0 and token not in self.eos_ids
         self.done = self.cut or token in self.eos_ids
@@ -155,6 +158,10 @@ class DecodeState:
             self.streamer.put(torch.tensor(self.history[0][-count:]))
             if self.done:
                 self.streamer.end()
+
+    def adopt(self, prompt: Prompt, room: int) -> None:
+        """Decode eagerly from the prompt's cache, with `room` slots behind it."""
+        self.cache = TreeCache(prompt.cache, prompt.mask, prompt.last_position[..., 0] + 1, room)
 
     def listening(self) -> Any:
         return nullcontext() if self.sink is None else self.sink.listening()

@@ -15,7 +15,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["BlockDrafter", "DraftBlock", "DrafterContext"]
+__all__ = ["BlockDrafter", "DraftBlock", "DrafterContext", "StaticContext"]
 
 KeyValue = tuple[Tensor, Tensor]
 
@@ -78,7 +78,66 @@ class DrafterContext:
         return larger
 
     def used(self) -> list[KeyValue]:
+        """What a block attends to, `[B, Hkv, S, hd]` a layer."""
         return [(k[:, :, : self.length], v[:, :, : self.length]) for k, v in self.layers]
+
+    def places(self, batch: int, device: torch.device) -> Tensor:
+        """Sequence indices of the rows of `used`, int64 `[B, S]`; negative where a row is not to be seen."""
+        first = self.next_position - self.length
+        return torch.arange(first, self.next_position, device=device).expand(batch, -1)
+
+    def ahead(self, count: int, batch: int, device: torch.device) -> Tensor:
+        """The next `count` sequence indices, int64 `[B, count]`."""
+        return (self.next_position + torch.arange(count, device=device)).expand(batch, -1)
+
+
+class StaticContext(DrafterContext):
+    """The same in buffers that never move, with the lengths on the device: for the captured step.
+
+    Attributes:
+        lens, positions: int64 `[B]`, `length` and `next_position` of each text.
+        added: int64 `[B]`, how many of the rows that `append` is given count; it writes the others too, where they are
+            garbage that the next ones overwrite.
+    """
+
+    def __init__(self, shapes: list[KeyValue], capacity: int, added: Tensor) -> None:
+        super().__init__([tuple(x.new_zeros(*x.shape[:2], capacity, x.shape[3]) for x in pair) for pair in shapes])  # type: ignore[misc]
+        self.lens, self.positions, self.added = torch.zeros_like(added), torch.zeros_like(added), added
+        self.start = 0  # rows at the beginning of the call
+
+    def adopt(self, context: DrafterContext) -> None:
+        """Copy another context in."""
+        self.start, self.next_position = context.length, context.next_position
+        for mine, theirs in zip(self.layers, context.used(), strict=False):
+            for buffer, rows in zip(mine, theirs, strict=True):
+                buffer[:, :, : context.length] = rows
+        self.lens.fill_(context.length)
+        self.positions.fill_(context.next_position)
+
+    def copy_out(self, count: int) -> DrafterContext:
+        """A context of its own, with the first `count` of the rows that came since `adopt`."""
+        length = self.start + count
+        rows = [tuple(x[:, :, :length].clone() for x in pair) for pair in self.layers]
+        return DrafterContext(rows, length, self.next_position + count)  # type: ignore[arg-type]
+
+    def append(self, rows: list[KeyValue]) -> None:
+        """Write the rows `[B, Hkv, R, hd]` behind those that count, and count `added` of them."""
+        slots = self.lens[:, None] + torch.arange(rows[0][0].shape[2], device=self.lens.device)
+        for buffers, new in zip(self.layers, rows, strict=True):
+            for buffer, row in zip(buffers, new, strict=True):
+                buffer.scatter_(2, slots[:, None, :, None].expand_as(row), row)
+        self.lens += self.added
+        self.positions += self.added
+
+    def used(self) -> list[KeyValue]:
+        return self.layers
+
+    def places(self, batch: int, device: torch.device) -> Tensor:
+        slot = torch.arange(self.layers[0][0].shape[2], device=device)
+        return torch.where(slot < self.lens[:, None], slot + (self.positions - self.lens)[:, None], -1)
+
+    def ahead(self, count: int, batch: int, device: torch.device) -> Tensor:
+        return self.positions[:, None] + torch.arange(count, device=device)
 
 
 class RMSNorm(nn.Module):

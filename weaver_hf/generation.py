@@ -17,17 +17,18 @@ from transformers.generation import CandidateGenerator, GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerationMixin
 
-from .acceptance import LOSSY, choose, follow
+from .acceptance import LOSSY, choose, follow, plant
 from .decode_state import DecodeState, Prompt, WeaverGenerateOutput, joined, own_rules
 from .drafter import DrafterContext
 from .errors import InvalidTreeError, TreeConfigError
+from .graph import CapturedStep, checkout
 from .modeling_weaver import WeaverModel
 from .noise import GumbelField
 from .options import check_inputs, check_options, check_prefill, require_attached
 from .proposal import DraftContext, make_builder
 from .scoring import DraftRule, drafter_processors, is_stateless, process_nodes
 from .stats import GenerationStats
-from .target.cache import TreeCache
+from .target.cache import TreeCache, check_verified
 from .target.compat import CACHE_KEY
 from .tree import TokenTree
 
@@ -103,8 +104,9 @@ class WeaverGenerationMixin(GenerationMixin):
                     assistant_model=assistant_model,
                     context=assistant_model.drafter_context(cache),
                 )
-                stats.lossy = generator.margin is not None
+                stats.lossy = generator.margin is not None or generator.planted is not None
                 options = {"sink": sink, "stats": stats, "margin": generator.margin, "seed": seed}
+                options["planted"] = generator.planted
                 state = DecodeState.start(input_ids, processors, criteria, generation_config, streamer, **options)
                 runs.append((generator, state))
             prompt = prefill(self, runs[-1][1], generation_config, kwargs)
@@ -124,15 +126,75 @@ class WeaverGenerationMixin(GenerationMixin):
 def decode(model: Any, generator: "WeaverCandidateGenerator", state: "DecodeState", prompt: "Prompt") -> None:
     """Write one text behind the prompt, step after step."""
     try:
-        begin(state, prompt, room=generator.budget + 1)
-        while not state.done:
-            tree = draft(generator, state)
-            logits = verify(model, state, tree)
-            accept(state, tree, logits)
+        begin(state, prompt)
+        attachment = require_attached(model, generator.weaver)
+        while not state.done:  # once, but for texts that outgrow the captured step's buffers
+            context = generator.context
+            step = checkout(model, attachment.steps, generator, state, prompt, attachment.asked)
+            if step is None:
+                decode_eagerly(model, generator, state, prompt)
+            else:
+                prompt, generator.context = decode_captured(step, generator, state, prompt, context)
     except BaseException:
         with suppress(Exception):  # the first error is the one to tell
             state.close()
         raise
+
+
+def decode_eagerly(model: Any, generator: "WeaverCandidateGenerator", state: "DecodeState", prompt: "Prompt") -> None:
+    """A step: draft a tree, verify it in one pass, emit what the target chose along it."""
+    state.adopt(prompt, room=generator.budget + 1 + min(state.remaining, MAX_RESERVED))
+    while not state.done:
+        tree = draft(generator, state)
+        logits = verify(model, state, tree)
+        accept(state, tree, logits)
+
+
+def decode_captured(
+    step: CapturedStep,
+    generator: "WeaverCandidateGenerator",
+    state: "DecodeState",
+    prompt: "Prompt",
+    context: DrafterContext | None,
+) -> tuple["Prompt", DrafterContext | None]:
+    """The same steps replayed: the host reads what step k accepted while draft k + 1 runs.
+
+    Returns:
+        Where the text goes on from if it is not done but has outgrown the buffers.
+    """
+    first = state.length
+
+    def redraft() -> None:
+        with state.stats.timed("draft"):
+            step.draft()
+
+    step.start(generator.weaver, state, prompt, context)
+    state.cache, state.fresh_taps = step.cache, None
+    redraft()
+    while not state.done and step.has_room:
+        with state.stats.timed("verify"):
+            step.cache.began()
+            step.verify()
+        with state.stats.timed("accept"):
+            nodes = []
+            if step.accept is None:  # processors in Python, or scores to return: chosen here, node after node
+                nodes = step.choose(emit(state, visit(state, step.tree, step.logits)), state)
+            else:
+                step.accept()
+            step.send()
+        if generator.on_device:
+            redraft()
+        with state.stats.timed("accept"):
+            path, tree = step.receive()
+            nodes = nodes or emit(state, ((node, token, None, None) for node, token in path))
+            step.cache.defer(nodes)
+            state.stats.record(tree, nodes, cut=state.cut)
+        state.stream(len(nodes))
+        if not generator.on_device:  # reads the text on the host
+            redraft()
+    if state.done:
+        return prompt, step.drafted(state.length - first)
+    return step.leave(prompt, state.length - first)
 
 
 def prefill(model: Any, state: "DecodeState", config: GenerationConfig, kwargs: dict[str, Any]) -> "Prompt":
@@ -149,10 +211,8 @@ def prefill(model: Any, state: "DecodeState", config: GenerationConfig, kwargs: 
     return Prompt(logits, cache, mask, positions[..., -1:].to(state.device), taps)
 
 
-def begin(state: "DecodeState", prompt: "Prompt", room: int) -> None:
-    """Adopt the prompt's cache and emit the first token."""
-    room += min(state.remaining, MAX_RESERVED)
-    state.cache = TreeCache(prompt.cache, prompt.mask, prompt.last_position[..., 0] + 1, room)
+def begin(state: "DecodeState", prompt: "Prompt") -> None:
+    """Emit the first token."""
     state.fresh_taps = prompt.taps
     if state.seed is not None:
         state.noise = GumbelField(state.seed, prompt.length)
@@ -192,7 +252,7 @@ def verify(model: Any, state: "DecodeState", tree: TokenTree) -> Tensor:
             weaver_tree=plan,
             **{CACHE_KEY: state.cache.cache},
         )
-        state.cache.check_verified(plan)
+        check_verified(plan, len(state.cache.cache.layers))
     return outputs.logits.to(state.device)
 
 
@@ -201,6 +261,7 @@ def accept(state: "DecodeState", tree: TokenTree, logits: Tensor) -> None:
     with state.stats.timed("accept"):
         nodes = emit(state, visit(state, tree, logits))
         path = torch.tensor([nodes], device=state.device)
+        assert isinstance(state.cache, TreeCache)
         state.cache.defer(path, torch.full_like(state.cache.lens, len(nodes)), len(nodes))
         state.take_taps(path)
         state.stats.record(tree, nodes, cut=state.cut)
@@ -218,6 +279,8 @@ def visit(state: "DecodeState", tree: TokenTree, logits: Tensor) -> Iterator[tup
         scores = logits if untouched else process_nodes(state.processors, state.sequences, logits)
         nodes = torch.arange(tree.num_nodes, device=tree.device)
         choices = choose(tree, nodes, scores, state.noise, state.margin)
+        if state.planted is not None:
+            choices = plant(tree, choices, state.planted)
         path, tokens, lengths = follow(tree, choices)
         packed = torch.cat([path[0], tokens[0], lengths]).tolist()  # the one sync of a step
         for i in range(packed[-1]):
@@ -234,7 +297,7 @@ def visit(state: "DecodeState", tree: TokenTree, logits: Tensor) -> Iterator[tup
         node = children.get((node, token))
 
 
-def emit(state: "DecodeState", visits: Iterable[tuple[int, int, Tensor, Tensor]]) -> list[int]:
+def emit(state: "DecodeState", visits: Iterable[tuple[int, int, Tensor | None, Tensor | None]]) -> list[int]:
     """Append the visited tokens one by one until a stopping rule fires; returns the nodes they were chosen at."""
     path = []
     for node, token, scores, raw in visits:
@@ -262,7 +325,10 @@ class WeaverCandidateGenerator(CandidateGenerator):
 
     Attributes:
         coupled: the builder is told the noise that the target draws with.
+        on_device: drafting needs nothing of the host, so that it can be captured.
+        depth_limit: of its trees.
         margin: of the rule `lossy_margin`; None for a lossless one.
+        planted: an acceptance for timing, see `WeaverModel.planted_acceptance`.
 
     Raises:
         TreeConfigError: no such builder, or coupled acceptance with one that has no scores.
@@ -303,14 +369,26 @@ class WeaverCandidateGenerator(CandidateGenerator):
         given = (self.tree_config, temperature, weaver.config.block_size - 1)
         own: dict[str, Any] = {"coupled": self.coupled, "filters": drafter_processors(processors)}
         self._marginals, self._conditionals = DraftRule.of(*given, **own), DraftRule.of(*given, adapter=True, **own)
+        self.planted = weaver.planted_acceptance
+        self.on_device = self._scored or self.budget == 0
+        self.depth_limit = min(self.budget, weaver.config.block_size - 1) if self._scored else self.budget
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """Equal where two generators of one Weaver draft alike."""
+        filters = tuple(type(f).__name__ + repr(vars(f)) for f in self._marginals.filters)
+        rules = (self._marginals, self._conditionals)
+        scales = tuple((tuple(r.temperatures), tuple(r.couplings)) for r in rules)
+        return (repr(self.tree_config), self.coupled, self._pool, filters, scales)
 
     def get_candidate_tree(self, context: DraftContext) -> TokenTree:
         """A tree of at most `budget` drafted nodes, rooted at the last token of each row."""
         if self.context is not None:
             self.weaver.read_taps(self.context, context.taps)
         if self.budget == 0:  # plain decoding
-            anchors = [row[-1:] for row in context.history]
-            return TokenTree.from_lists(anchors, [[-1] for _ in anchors], device=context.device)
+            anchors = context.anchors
+            ones = torch.ones_like(anchors)
+            return TokenTree(anchors, -ones, torch.zeros_like(anchors, dtype=torch.float32), ones[:, 0], max_depth=0)
         if not self.coupled:
             context.noise = None
         if self.context is not None and self._scored:

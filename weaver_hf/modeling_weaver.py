@@ -48,6 +48,8 @@ class WeaverModel(PreTrainedModel):
     Attributes:
         tree_config: how trees are grown; change it by plain assignment between calls.
         stats: of the last call of `generate`, None before the first.
+        planted_acceptance: for timing alone, set by the bench: a probability with which a drafted token is accepted,
+            whatever the target says. Texts are then meaningless, and `stats.lossy` is set.
     """
 
     config_class = WeaverConfig
@@ -58,6 +60,7 @@ class WeaverModel(PreTrainedModel):
         super().__init__(config)
         self.tree_config = TreeConfig(**config.tree_config)
         self.stats: GenerationStats | None = None
+        self.planted_acceptance: float | None = None
         self._target: weakref.ref[PreTrainedModel] | None = None
         self._pushes_door = False
         self.drafter = BlockDrafter(config) if config.num_hidden_layers else None
@@ -122,6 +125,32 @@ class WeaverModel(PreTrainedModel):
         if self.target is not None:
             detach(self.target, self)
         self._target, self._fold, self._tables = None, False, None
+        return self
+
+    def warmup(self, max_new_tokens: int = 1024, prompt_tokens: int = 1024, **options: Any) -> "WeaverModel":
+        """Capture the step before the first call needs it; without it, the first long call on a GPU does.
+
+        Args:
+            max_new_tokens, prompt_tokens: of the longest calls to come.
+            options: of `generate` in those calls: sampling and its settings.
+
+        Returns:
+            The Weaver itself.
+
+        Raises:
+            NotAttachedError: the Weaver is attached to no model.
+        """
+        target = self.target
+        attachment = None if target is None else attachment_of(target)
+        if target is None or attachment is None:
+            raise NotAttachedError("a Weaver without a target", "an attached one", "Call `weaver.attach(model)` first.")
+        ids = torch.zeros(1, 8, dtype=torch.long, device=head_device(target))
+        attachment.asked = prompt_tokens + max_new_tokens
+        try:
+            # Two tokens: one of the prefill, one of a step.
+            target.generate(ids, assistant_model=self, **{**options, "max_new_tokens": 2, "min_new_tokens": None})
+        finally:
+            attachment.asked = None
         return self
 
     #: `model.generate(..., custom_generate=weaver.custom_generate)` decodes a model that carries no Weaver.
@@ -236,9 +265,9 @@ class WeaverModel(PreTrainedModel):
         """Let the drafter read the rows that entered the target's cache."""
         assert self.drafter is not None
         if taps is not None:
-            rows = taps.features.shape[1]
-            positions = context.next_position + torch.arange(rows, device=taps.features.device)
-            context.append(self.drafter.context_rows(taps.features, positions.expand(len(taps.features), -1)))
+            batch, rows, _ = taps.features.shape
+            positions = context.ahead(rows, batch, taps.features.device)
+            context.append(self.drafter.context_rows(taps.features, positions))
 
     @torch.no_grad()
     def draft(
@@ -260,11 +289,9 @@ class WeaverModel(PreTrainedModel):
         depths = min(self.config.block_size - 1, len(rule.temperatures))
         masks = torch.full_like(anchors, self.config.mask_token_id).expand(-1, self.config.block_size - 1)
         slots = target.get_input_embeddings()(torch.cat([anchors, masks], 1))[:, None]
-        positions = context.next_position + torch.arange(self.config.block_size, device=anchors.device)
-        places = torch.arange(context.next_position - context.length, context.next_position, device=anchors.device)
-        hidden = drafter(slots, context.used(), places.expand(len(anchors), -1), positions.expand(len(anchors), 1, -1))[
-            :, 0, 1 : depths + 1
-        ]
+        batch, device = len(anchors), anchors.device
+        positions = context.ahead(self.config.block_size, batch, device)[:, None]
+        hidden = drafter(slots, context.used(), context.places(batch, device), positions)[:, 0, 1 : depths + 1]
         logits = target.get_output_embeddings()(hidden).float()  # [B, D, V]
         gumbels = None if noise is None else noise.rows(depths, logits.shape[-1])
         log_probs, token_ids = rule.log_probs(logits, gumbels).topk(min(pool, logits.shape[-1]), -1)

@@ -1,8 +1,9 @@
-"""Tree verification of Gated DeltaNet hybrids: the plain torch contract (`reference`), later its kernels.
+"""Tree verification of Gated DeltaNet hybrids: the plain torch contract (`reference`), its Triton kernels, and `ops`,
+which runs the one or the other.
 
-Imports torch alone and knows nothing of `weaver_hf`.
+Imports torch and triton alone and knows nothing of `weaver_hf`.
 """
 
-from . import reference
+from . import dispatch, ops, reference
 
-__all__ = ["reference"]
+__all__ = ["dispatch", "ops", "reference"]

@@ -8,7 +8,7 @@ from functools import cache
 
 from torch import Tensor
 
-__all__ = ["forced", "use_triton"]
+__all__ = ["forced", "takes", "use_triton"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,25 +31,24 @@ def forced(name: str) -> Iterator[None]:
         _forced.pop()
 
 
-def use_triton(x: Tensor, unsupported: str | None = None) -> bool:
-    """Whether an operation on `x` runs as a Triton kernel.
+def use_triton(x: Tensor) -> bool:
+    """Whether an operation on `x` is to run as a Triton kernel.
 
     The innermost `forced` decides, then the environment variable `WEAVER_KERNELS`, then the device.
-
-    Args:
-        unsupported: why the kernel cannot take these shapes; the plain torch version then runs, whatever is forced, and
-            the log says so once.
     """
     asked = _forced[-1] if _forced else os.environ.get("WEAVER_KERNELS", "")
     if asked:
         _check(asked, "WEAVER_KERNELS")
     chosen = asked or ("triton" if x.is_cuda else "reference")
-    if chosen == "triton" and unsupported is not None:
-        _say(f"plain torch instead of a kernel: {unsupported}")
-        return False
-    why = "asked for" if asked else f"tensors on {x.device.type}"
-    _say(f"tree verification runs as {chosen} ({why})")
+    _say(f"tree verification runs as {chosen} ({'asked for' if asked else f'tensors on {x.device.type}'})")
     return chosen == "triton"
+
+
+def takes(unsupported: str | None) -> bool:
+    """Whether a kernel takes these inputs; where it does not, plain torch runs and the log says why, once."""
+    if unsupported is not None:
+        _say(f"plain torch instead of a kernel: {unsupported}")
+    return unsupported is None
 
 
 def _check(name: str, where: str) -> None:

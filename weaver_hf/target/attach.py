@@ -39,12 +39,16 @@ class Attachment:
         weavers: the attached Weavers; the last one to leave puts the classes back.
         turn: held during a call of `generate` with a Weaver: concurrent calls on one model take turns.
         decoding: such a call runs.
+        steps: captured ones, kept between calls (`graph.py`); they go with the attachment.
+        asked: new tokens that a capture is wanted for, whatever a call writes (`WeaverModel.warmup`).
     """
 
     family: Family
     weavers: list[nn.Module] = field(default_factory=list)
     turn: Any = field(default_factory=threading.RLock)
     decoding: bool = False
+    steps: dict[Any, Any] = field(default_factory=dict)
+    asked: int | None = None
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -127,6 +131,7 @@ def detach(model: PreTrainedModel, weaver: nn.Module) -> None:
                 "Let generate() end first; to stop it, raise an exception or use a stopping criterion.",
             )
         attachment.weavers = [other for other in attachment.weavers if other is not weaver]
+        attachment.steps = {key: step for key, step in attachment.steps.items() if key[1] != id(weaver)}
         if attachment.weavers:
             return
         for module in model.modules():

@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch import Tensor
 from transformers.modeling_utils import AttentionInterface
 
-from weaver_kernels import reference
+from weaver_kernels import ops, reference
 
 if TYPE_CHECKING:
     from .cache import TreePlan
@@ -33,7 +33,11 @@ def weaver_tree_attention(
     """Attention by transformers' interface, of tree nodes over committed slots and their own ancestors."""
     weaver_tree.attended.add(module.layer_idx)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return reference.tree_attention(query, key, value, weaver_tree.visible(key.shape[2]), scaling), None
+    plan = weaver_tree
+    if plan.mask is not None:  # padding inside the prompt
+        return reference.tree_attention(query, key, value, plan.visible(key.shape[2]), scaling), None
+    visible = None if query.is_cuda else plan.visible(key.shape[2])
+    return ops.tree_attention(query, key, value, plan.lens, plan.topology, scaling, plan.starts, visible), None
 
 
 AttentionInterface.register("weaver_tree", weaver_tree_attention)

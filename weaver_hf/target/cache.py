@@ -17,7 +17,7 @@ from weaver_kernels import reference
 from ..errors import UnsupportedCacheError, UnsupportedModelError
 from ..tree import TokenTree
 
-__all__ = ["LinearStash", "TreeCache", "TreeKVLayer", "TreeLinearLayer", "TreePlan", "check_cache"]
+__all__ = ["LinearStash", "TreeCache", "TreeKVLayer", "TreeLinearLayer", "TreePlan", "check_cache", "check_verified"]
 
 
 @dataclass
@@ -30,7 +30,7 @@ class TreePlan:
         position_ids: int64 `[B, N]`, or `[planes, B, N]` where the prompt's had planes (multimodal rope).
         starts: int64 `[B]`, the first committed slot that is no padding; None where there is none.
         mask: bool `[B, L]`, the prompt's slots that are seen where that is not all from `starts` on.
-        attended: layers whose attention has read this plan.
+        attended: layers that have read this plan.
     """
 
     topology: reference.TreeTopology
@@ -173,6 +173,21 @@ def check_cache(cache: Cache | None) -> None:
         )
 
 
+def check_verified(plan: TreePlan, layers: int) -> None:
+    """Raise unless every layer has read this plan: a layer that ran another forward would corrupt the text.
+
+    Raises:
+        UnsupportedModelError: names the layers.
+    """
+    missing = sorted(set(range(layers)) - plan.attended)
+    if missing:
+        raise UnsupportedModelError(
+            f"layers {missing} that did not run the tree forward",
+            f"all {layers} layers to read the tree",
+            "Another library replaced their forward (a kernel or a patch): undo that, then attach again.",
+        )
+
+
 def padding_of(attention_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """What a prompt's mask `[B, L]` says: first slots that are seen, int64 `[B]`, and the mask where that is not all.
 
@@ -230,21 +245,6 @@ class TreeCache:
         topology = reference.tree_topology(tree.parents, self.conv_width)
         positions = (self.lens + self.position_offset)[..., None] + tree.depths
         return TreePlan(topology, self.lens, positions, self.starts, self.mask)
-
-    def check_verified(self, plan: TreePlan) -> None:
-        """Raise unless every layer has read this plan: a layer that ran another forward would corrupt the text."""
-        nodes = plan.topology.parents.shape[-1]
-        for index, layer in enumerate(self.cache.layers):
-            if isinstance(layer, TreeKVLayer):
-                ran = index in plan.attended and layer.stash == nodes
-            else:
-                ran = layer.stash is not None and layer.stash.rows.shape[1] == nodes
-            if not ran:
-                raise UnsupportedModelError(
-                    f"layer {index} that did not run the tree forward",
-                    f"{nodes} verified nodes in every layer",
-                    "Another library replaced its forward (a kernel or a patch): undo that, then attach again.",
-                )
 
     def defer(self, path: Tensor, lengths: Tensor, longest: int) -> None:
         """Set the accepted path to be committed later: int64 `[B, P]`, `[B]`, and the largest of the lengths.

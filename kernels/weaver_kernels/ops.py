@@ -1,0 +1,98 @@
+"""The operations of tree verification, each as a kernel where `dispatch` says so and in plain torch elsewhere."""
+
+from torch import Tensor
+
+from . import reference
+from .dispatch import takes, use_triton
+from .reference import GatedDeltaStash, TreeBuffers, TreeTopology
+
+__all__ = ["causal_conv_tree", "commit", "gated_delta_tree", "tree_attention", "tree_topology"]
+
+
+def tree_topology(parents: Tensor, width: int) -> TreeTopology:
+    """See `reference.tree_topology`."""
+    if use_triton(parents):
+        from . import causal_conv
+
+        return causal_conv.tree_topology(parents, width)
+    return reference.tree_topology(parents, width)
+
+
+def causal_conv_tree(
+    rows: Tensor, window: Tensor, weight: Tensor, index: Tensor, bias: Tensor | None = None, stash: Tensor | None = None
+) -> Tensor:
+    """See `reference.causal_conv_tree`, with SiLU; the raw rows are left in `stash [B, T, C]` where that is given."""
+    if use_triton(rows):
+        from . import causal_conv
+
+        return causal_conv.causal_conv_tree(rows, window, weight, index, bias, stash=stash)
+    if stash is not None:
+        stash.copy_(rows)
+    return reference.causal_conv_tree(rows, window, weight, index, bias)
+
+
+def gated_delta_tree(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    topology: TreeTopology,
+    stash: GatedDeltaStash | None = None,
+) -> tuple[Tensor, GatedDeltaStash]:
+    """`reference.gated_delta_tree` behind `reference.gating`; the stash is written into `stash` where that is given."""
+    if use_triton(value):
+        from . import gated_delta
+
+        if takes(gated_delta.unsupported(query, value)):
+            return gated_delta.gated_delta_tree(query, key, value, a, b, A_log, dt_bias, state, topology, stash)
+    g, beta = reference.gating(a, b, A_log, dt_bias)
+    output, new = reference.gated_delta_tree(query, key, value, g, beta, state, topology.ancestors)
+    if stash is None:
+        return output, new
+    for kept, made in zip(stash, new, strict=True):
+        kept.copy_(made)
+    return output, stash
+
+
+def tree_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lens: Tensor,
+    topology: TreeTopology,
+    scaling: float,
+    starts: Tensor | None = None,
+    visible: Tensor | None = None,
+) -> Tensor:
+    """Attention of nodes over the committed slots of `key, value [B, Hkv, S, D]` and their own ancestors behind them.
+
+    Args:
+        query: `[B, Hq, T, D]`; the nodes' own keys and values lie at slots `lens[b] + node`.
+        lens, starts: see `reference.visible_slots`.
+        visible: the same as bool `[B, T, S]` where the caller has it; used by the plain version.
+
+    Returns:
+        `[B, T, Hq, D]`.
+    """
+    if use_triton(query):
+        from . import attention
+
+        if takes(attention.unsupported(query)):
+            return attention.tree_attention(query, key, value, lens, topology, scaling, starts)
+    if visible is None:
+        visible = reference.visible_slots(topology, lens, key.shape[2], starts)
+    return reference.tree_attention(query, key, value, visible, scaling)
+
+
+def commit(buffers: TreeBuffers, path: Tensor, lengths: Tensor, lens: Tensor) -> None:
+    """See `reference.commit`."""
+    if use_triton(path):
+        from . import commit as kernel
+
+        kernel.commit(buffers, path, lengths, lens)
+    else:
+        reference.commit(buffers, path, lengths, lens)
