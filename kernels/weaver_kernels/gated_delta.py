@@ -72,12 +72,6 @@ def _softplus(x):
 
 
 @triton.jit
-def _ancestor_words(bits, row, valid, words, column):
-    """The bits of one block's columns, starting at bit 0. A block never straddles two words."""
-    return tl.load(bits + row * words + column // 64, mask=valid, other=0) >> (column % 64)
-
-
-@triton.jit
 def _times_state(x, state, PRECISION: tl.constexpr, READ: tl.constexpr):
     """`x @ state` for raw `x`, the state in fp32. `READ`: it feeds the output alone."""
     if x.dtype == tl.bfloat16:
@@ -108,58 +102,26 @@ def _inverse(a, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _halves(x):
-    """Top and bottom rows of `[2n, m]`."""
-    half: tl.constexpr = x.shape[0] // 2
-    return tl.split(tl.permute(tl.reshape(x, (2, half, x.shape[1])), (1, 2, 0)))
-
-
-@triton.jit
-def _stack(top, bottom):
-    rows: tl.constexpr = 2 * top.shape[0]
-    return tl.reshape(tl.permute(tl.join(top, bottom), (2, 0, 1)), (rows, top.shape[1]))
-
-
-@triton.jit
-def _quadrants(x):
-    """Upper left, lower left, lower right of `[2n, 2n]`."""
-    half: tl.constexpr = x.shape[0] // 2
-    left, right = tl.split(tl.permute(tl.reshape(x, (2, half, 2, half)), (1, 3, 0, 2)))
-    upper_left, lower_left = tl.split(left)
-    _, lower_right = tl.split(right)
-    return upper_left, lower_left, lower_right
-
-
-@triton.jit
-def _solve32(a, x0, x1, r, PRECISION: tl.constexpr):
-    _, lower, _ = _quadrants(a)
-    r0, r1 = _halves(r)
-    u0 = _dot(x0, r0, PRECISION)
-    r1 -= _dot(lower, u0, PRECISION)
-    return _stack(u0, _dot(x1, r1, PRECISION))
-
-
-@triton.jit
 def _solve(a, r, N: tl.constexpr, PRECISION: tl.constexpr, INVERT: tl.constexpr):
-    """`u` with `(I + a) u = r`: `a [16 N, 16 N]` strictly lower, `r [16 N, BV]`."""
+    """`u` with `(I + a) u = r`: `a [16 N, 16 N]` strictly lower, `r [16 N, BV]`.
+
+    With X the inverse of the diagonal blocks and L what lies below them, u = X r - X L u. Each pass settles one more
+    block of rows from settled ones, so N - 1 passes are block substitution, in dots large enough for tensor cores.
+    """
     block = tl.arange(0, N)
     same = block[:, None, None, None] == block[None, None, :, None]
     diagonal = tl.sum(tl.where(same, tl.reshape(a, (N, 16, N, 16)), 0.0), 2)
     x = _inverse(diagonal, INVERT)
     if N == 1:
         return _dot(tl.reshape(x, (16, 16)), r, PRECISION)
-    elif N == 2:
-        x0, x1 = tl.split(tl.permute(x, (1, 2, 0)))
-        return _solve32(a, x0, x1, r, PRECISION)
-    else:
-        even, odd = tl.split(tl.permute(tl.reshape(x, (2, 2, 16, 16)), (2, 3, 0, 1)))
-        x0, x2 = tl.split(even)
-        x1, x3 = tl.split(odd)
-        upper_left, lower, lower_right = _quadrants(a)
-        r0, r1 = _halves(r)
-        u0 = _solve32(upper_left, x0, x1, r0, PRECISION)
-        r1 -= _dot(lower, u0, PRECISION)
-        return _stack(u0, _solve32(lower_right, x2, x3, r1, PRECISION))
+    wide = tl.reshape(tl.where(same, tl.expand_dims(x, 2), 0.0), (16 * N, 16 * N))
+    node = tl.arange(0, 16 * N) // 16
+    lower = _dot(wide, tl.where(node[:, None] == node[None, :], 0.0, a), PRECISION)
+    first = _dot(wide, r, PRECISION)
+    u = first
+    for _ in tl.static_range(N - 1):
+        u = first - _dot(lower, u, PRECISION)
+    return u
 
 
 @triton.jit
@@ -167,6 +129,44 @@ def _read(scores, u, PRECISION: tl.constexpr):
     if PRECISION == "bf16":
         return _dot(_round(scores, tl.bfloat16), _round(u, tl.bfloat16), "ieee")
     return _dot(scores, u, PRECISION)
+
+
+@triton.jit
+def _square(x):
+    return tl.sum(x.to(tl.float32) * x.to(tl.float32), 1)
+
+
+@triton.jit
+def _rows_times_rows(x_rows, x_valid, y_rows, y_valid, DK: tl.constexpr, BK: tl.constexpr):
+    """`x @ y^T` and the squared norms of `y`, of rows in memory, `BK` columns at a time."""
+    out = tl.zeros((x_rows.shape[0], y_rows.shape[0]), tl.float32)
+    square = tl.zeros((y_rows.shape[0],), tl.float32)
+    for start in range(0, DK, BK):
+        column = start + tl.arange(0, BK)[None, :]
+        x = tl.load(x_rows + column, mask=x_valid, other=0.0)
+        y = tl.load(y_rows + column, mask=y_valid, other=0.0)
+        out += _dot(x, tl.trans(y), "ieee")
+        square += _square(y)
+    return out, square
+
+
+@triton.jit
+def _rows_times_state(rows, valid, state_ptr, state_k, BV: tl.constexpr, DK: tl.constexpr, BK: tl.constexpr,
+                      PRECISION: tl.constexpr, READ: tl.constexpr):  # fmt: skip
+    out = tl.zeros((rows.shape[0], BV), tl.float32)
+    for start in range(0, DK, BK):
+        part = start + tl.arange(0, BK)
+        x = tl.load(rows + part[None, :], mask=valid, other=0.0)
+        state = tl.load(state_ptr + part[:, None] * state_k + tl.arange(0, BV)[None, :])
+        out += _times_state(x, state, PRECISION, READ)
+    return out
+
+
+@triton.jit
+def _seen(bits, row, valid, words, column, local):
+    """Which of the nodes `column + local` are ancestors of `row` or itself. A block never straddles two words."""
+    word = tl.load(bits + row * words + column // 64, mask=valid, other=0) >> (column % 64)
+    return ((word[:, None] >> local[None, :]) & 1) != 0
 
 
 @triton.jit
@@ -197,106 +197,105 @@ def _gated_delta_tree(
     decay_ptr += batch * decay_b + head * decay_h
 
     local = tl.arange(0, BT)
-    value = tl.arange(0, BV)
+    value = tl.arange(0, BV)[None, :]
     part = tl.arange(0, BK)
-    state_tile = part[:, None] * state_k + value[None, :]
-    if BK == DK:  # read once, before anything waits
-        state = tl.load(state_ptr + state_tile)
+    WHOLE: tl.constexpr = BK == DK
+    if WHOLE:  # read once, before anything waits
+        state = tl.load(state_ptr + part[:, None] * state_k + value)
     rate = -tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
     bias = tl.load(bias_ptr + head).to(tl.float32)
 
     for this in range(BLOCKS):
         row = this * BT + local
         valid = row < nodes
-        v = tl.load(v_ptr + row[:, None] * v_t + value[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
-        b = tl.load(b_ptr + row * b_t, mask=valid, other=0.0)
-        beta = _round(tl.sigmoid(b.to(tl.float32)), b.dtype).to(tl.float32)
+        some = valid[:, None]
+        k_rows = k_ptr + row[:, None] * k_t
+        q_rows = q_ptr + row[:, None] * q_t
 
-        # Products of the raw rows, exact for 16-bit inputs; the norms scale the results.
-        gram = tl.zeros((BT, BT), tl.float32)
-        scores = tl.zeros((BT, BT), tl.float32)
-        k_state = tl.zeros((BT, BV), tl.float32)
-        q_state = tl.zeros((BT, BV), tl.float32)
-        k_square = tl.zeros((BT,), tl.float32)
-        q_square = tl.zeros((BT,), tl.float32)
-        for start in tl.static_range(0, DK, BK):
-            if BK != DK:
-                state = tl.load(state_ptr + start * state_k + state_tile)
-            columns = start + part[None, :]
-            k = tl.load(k_ptr + row[:, None] * k_t + columns, mask=valid[:, None], other=0.0)
-            q = tl.load(q_ptr + row[:, None] * q_t + columns, mask=valid[:, None], other=0.0)
-            k_square += tl.sum(k.to(tl.float32) * k.to(tl.float32), 1)
-            q_square += tl.sum(q.to(tl.float32) * q.to(tl.float32), 1)
-            gram += _dot(k, tl.trans(k), "ieee")
-            scores += _dot(q, tl.trans(k), "ieee")
-            k_state += _times_state(k, state, SOLVE, False)
-            q_state += _times_state(q, state, STATE_READ, True)
-        k_norm = tl.rsqrt(k_square + 1e-6)
-        q_norm = tl.rsqrt(q_square + 1e-6) * scale
-        if (tile == 0) & (head % GROUPS == 0):
-            for start in tl.static_range(0, DK, BK):
-                columns = start + part[None, :]
-                k = tl.load(k_ptr + row[:, None] * k_t + columns, mask=valid[:, None], other=0.0).to(tl.float32)
-                tl.store(keys_ptr + row[:, None] * keys_t + columns, k * k_norm[:, None], mask=valid[:, None])
+        # Products of raw rows are exact for 16-bit inputs; the norms scale the results.
+        if WHOLE:
+            k = tl.load(k_rows + part[None, :], mask=some, other=0.0)
+        v = tl.load(v_ptr + row[:, None] * v_t + value, mask=some, other=0.0)
+        b = tl.load(b_ptr + row * b_t, mask=valid, other=0.0)
+        if WHOLE:
+            k_state = _times_state(k, state, SOLVE, False)
+            gram = _dot(k, tl.trans(k), "ieee")
+            square = _square(k)
+        else:
+            k_state = _rows_times_state(k_rows, some, state_ptr, state_k, BV, DK, BK, SOLVE, False)
+            gram, square = _rows_times_rows(k_rows, some, k_rows, some, DK, BK)
+        k_norm = tl.rsqrt(square + 1e-6)
 
         path = tl.zeros((BT,), tl.float32)  # G, the path sums
         for other in range(this + 1):
-            column = other * BT + local
-            a = tl.load(a_ptr + column * a_t, mask=column < nodes, other=0.0).to(tl.float32)
-            word = _ancestor_words(bits_ptr, row, valid, words, other * BT)
-            seen = ((word[:, None] >> local[None, :]) & 1) != 0
-            path += tl.sum(tl.where(seen, (rate * _softplus(a + bias))[None, :], 0.0), 1)
-        # All column tiles store the same sums: each reads back its own.
-        tl.store(decay_ptr + row, path, mask=valid)
+            a = tl.load(a_ptr + (other * BT + local) * a_t, mask=other * BT + local < nodes, other=0.0)
+            g = rate * _softplus(a.to(tl.float32) + bias)
+            path += tl.sum(tl.where(_seen(bits_ptr, row, valid, words, other * BT, local), g[None, :], 0.0), 1)
+        tl.store(decay_ptr + row, path, mask=valid)  # the same from all column tiles: each reads back its own
 
+        beta = _round(tl.sigmoid(b.to(tl.float32)), b.dtype).to(tl.float32)
         from_state = tl.exp(path)
-        r = beta[:, None] * (v - (from_state * k_norm)[:, None] * k_state)
-        out = (from_state * q_norm)[:, None] * q_state
-
+        r = beta[:, None] * (v.to(tl.float32) - (from_state * k_norm)[:, None] * k_state)
         for other in range(this):
-            word = _ancestor_words(bits_ptr, row, valid, words, other * BT)
-            seen = ((word[:, None] >> local[None, :]) & 1) != 0
+            seen = _seen(bits_ptr, row, valid, words, other * BT, local)
             if tl.max(tl.max(seen.to(tl.int32), 1), 0) > 0:
                 column = other * BT + local
-                far_gram = tl.zeros((BT, BT), tl.float32)
-                far_scores = tl.zeros((BT, BT), tl.float32)
-                square = tl.zeros((BT,), tl.float32)
-                for start in tl.static_range(0, DK, BK):
-                    columns = start + part[None, :]
-                    k = tl.load(k_ptr + row[:, None] * k_t + columns, mask=valid[:, None], other=0.0)
-                    q = tl.load(q_ptr + row[:, None] * q_t + columns, mask=valid[:, None], other=0.0)
-                    far = tl.load(k_ptr + column[:, None] * k_t + columns)
-                    square += tl.sum(far.to(tl.float32) * far.to(tl.float32), 1)
-                    far_gram += _dot(k, tl.trans(far), "ieee")
-                    far_scores += _dot(q, tl.trans(far), "ieee")
+                far_rows = k_ptr + column[:, None] * k_t
+                far, square = _rows_times_rows(k_rows, some, far_rows, column[:, None] < nodes, DK, BK)
                 difference = path[:, None] - tl.load(decay_ptr + column)[None, :]
-                ratio = tl.exp(tl.where(seen, difference, float("-inf"))) * tl.rsqrt(square + 1e-6)[None, :]
-                u = tl.load(updates_ptr + column[:, None] * updates_t + value[None, :])
-                r -= _dot(far_gram * ratio * (beta * k_norm)[:, None], u, SOLVE)
-                out += _read(far_scores * ratio * q_norm[:, None], u, READ)
+                far *= tl.exp(tl.where(seen, difference, float("-inf"))) * tl.rsqrt(square + 1e-6)[None, :]
+                u = tl.load(updates_ptr + column[:, None] * updates_t + value)
+                r -= _dot(far * (beta * k_norm)[:, None], u, SOLVE)
 
-        word = _ancestor_words(bits_ptr, row, valid, words, this * BT)
-        seen = ((word[:, None] >> local[None, :]) & 1) != 0
         # Mask before exp: off the tree the difference may be positive and inf * 0 would be NaN.
-        difference = path[:, None] - tl.reshape(path, (1, BT))
-        ratio = tl.exp(tl.where(seen, difference, float("-inf"))) * tl.reshape(k_norm, (1, BT))
-        system = tl.where(local[:, None] == local[None, :], 0.0, gram * ratio * (beta * k_norm)[:, None])
+        seen = _seen(bits_ptr, row, valid, words, this * BT, local)
+        difference = path[:, None] - path[None, :]
+        above = seen & (local[:, None] != local[None, :])
+        ratio = tl.exp(tl.where(above, difference, float("-inf")))
+        system = gram * ratio * (beta * k_norm)[:, None] * k_norm[None, :]
+        if WHOLE:  # in flight during the solve
+            q = tl.load(q_rows + part[None, :], mask=some, other=0.0)
         u = _solve(system, r, BT // 16, SOLVE, INVERT)
-        tl.store(updates_ptr + row[:, None] * updates_t + value[None, :], u, mask=valid[:, None])
-        out += _read(scores * ratio * q_norm[:, None], u, READ)
+        tl.store(updates_ptr + row[:, None] * updates_t + value, u, mask=some)
 
+        if WHOLE:
+            scores = _dot(q, tl.trans(k), "ieee")
+            square = _square(q)
+            q_state = _times_state(q, state, STATE_READ, True)
+        else:
+            scores, square = _rows_times_rows(k_rows, some, q_rows, some, DK, BK)
+            scores = tl.trans(scores)
+            q_state = _rows_times_state(q_rows, some, state_ptr, state_k, BV, DK, BK, STATE_READ, True)
+        q_norm = tl.rsqrt(square + 1e-6) * scale
+        ratio = tl.exp(tl.where(seen, difference, float("-inf")))
+        out = from_state[:, None] * q_state + _read(scores * ratio * k_norm[None, :], u, READ)
+        for other in range(this):
+            seen = _seen(bits_ptr, row, valid, words, other * BT, local)
+            if tl.max(tl.max(seen.to(tl.int32), 1), 0) > 0:
+                column = other * BT + local
+                far_rows = k_ptr + column[:, None] * k_t
+                far, square = _rows_times_rows(q_rows, some, far_rows, column[:, None] < nodes, DK, BK)
+                difference = path[:, None] - tl.load(decay_ptr + column)[None, :]
+                far *= tl.exp(tl.where(seen, difference, float("-inf"))) * tl.rsqrt(square + 1e-6)[None, :]
+                out += _read(far, tl.load(updates_ptr + column[:, None] * updates_t + value), READ)
+        out *= q_norm[:, None]
+
+        if (tile == 0) & (head % GROUPS == 0):
+            for start in range(0, DK, BK):
+                raw = tl.load(k_rows + start + part[None, :], mask=some, other=0.0).to(tl.float32)
+                tl.store(keys_ptr + row[:, None] * keys_t + start + part[None, :], raw * k_norm[:, None], mask=some)
         dtype = out_ptr.dtype.element_ty
         if z_ptr is not None:  # the gated RMS norm, rounded where transformers rounds
             out = _round(out, dtype).to(tl.float32)
             out *= tl.rsqrt(tl.sum(out * out, 1) / DV + eps)[:, None]
-            gate_ptr = z_ptr + batch * z_b + head * z_h + row[:, None] * z_t + value[None, :]
-            gate = tl.load(gate_ptr, mask=valid[:, None], other=0.0).to(tl.float32)
+            gate_ptr = z_ptr + batch * z_b + head * z_h + row[:, None] * z_t + value
+            gate = tl.load(gate_ptr, mask=some, other=0.0).to(tl.float32)
             weight = tl.load(weight_ptr + value)
-            scaled = weight[None, :].to(tl.float32) * _round(out, dtype).to(tl.float32)
+            scaled = weight.to(tl.float32) * _round(out, dtype).to(tl.float32)
             if weight.dtype == dtype:
                 scaled = _round(scaled, dtype).to(tl.float32)
             out = scaled * gate * tl.sigmoid(gate)
-        tl.store(out_ptr + row[:, None] * (HEADS * DV) + value[None, :], _round(out, dtype), mask=valid[:, None])
+        tl.store(out_ptr + row[:, None] * (HEADS * DV) + value, _round(out, dtype), mask=some)
         if BLOCKS > 1:
             tl.debug_barrier()  # the next block reads these updates and sums back
 
