@@ -59,7 +59,15 @@ def _round(x, DTYPE: tl.constexpr):
 def _dot(x, y, PRECISION: tl.constexpr):
     if _INTERPRETED:
         return tl.dot(x.to(tl.float32), y.to(tl.float32))
-    return tl.dot(x, y, input_precision=PRECISION)
+    elif PRECISION == "tf32x3" and x.dtype == tl.float32:
+        # As Triton's own, without its patching of infinities: the low parts are what tf32 drops.
+        x_high = (x.to(tl.int32, bitcast=True) & -0x2000).to(tl.float32, bitcast=True)
+        y_high = (y.to(tl.int32, bitcast=True) & -0x2000).to(tl.float32, bitcast=True)
+        out = tl.dot(x - x_high, y_high, input_precision="tf32")
+        out = tl.dot(x_high, y - y_high, acc=out, input_precision="tf32")
+        return tl.dot(x_high, y_high, acc=out, input_precision="tf32")
+    else:
+        return tl.dot(x, y, input_precision=PRECISION)
 
 
 @triton.jit
@@ -83,7 +91,8 @@ def _times_state(x, state, PRECISION: tl.constexpr, READ: tl.constexpr):
         if not READ:
             out += _dot(x, _round(rest - middle.to(tl.float32), tl.bfloat16), "ieee")
         return out + _dot(x, high, "ieee")
-    return _dot(x.to(tl.float32), state, PRECISION)
+    else:
+        return _dot(x.to(tl.float32), state, PRECISION)
 
 
 @triton.jit
@@ -128,7 +137,8 @@ def _solve(a, r, N: tl.constexpr, PRECISION: tl.constexpr, INVERT: tl.constexpr)
 def _read(scores, u, PRECISION: tl.constexpr):
     if PRECISION == "bf16":
         return _dot(_round(scores, tl.bfloat16), _round(u, tl.bfloat16), "ieee")
-    return _dot(scores, u, PRECISION)
+    else:
+        return _dot(scores, u, PRECISION)
 
 
 @triton.jit
