@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-defs=False
 """Triton kernels of the convolution over tree nodes, and of the tree's topology, which is made once a step.
 
 Both equal their namesakes in `reference`. One launch each, nothing read back, so both can be captured in a CUDA graph.
@@ -105,9 +106,9 @@ def tree_topology(parents: Tensor, width: int) -> TreeTopology:
     """
     batch, nodes = parents.shape
     words = triton.cdiv(nodes, WORD)
-    depths, bits, conv_index = (
-        torch.empty((batch, nodes, *last), dtype=torch.int64, device=parents.device) for last in ((), (words,), (width,))
-    )
+    depths = torch.empty((batch, nodes), dtype=torch.int64, device=parents.device)
+    bits = torch.empty((batch, nodes, words), dtype=torch.int64, device=parents.device)
+    conv_index = torch.empty((batch, nodes, width), dtype=torch.int64, device=parents.device)
     ancestors = torch.empty((batch, nodes, nodes), dtype=torch.bool, device=parents.device)
     block = 32  # a lane a node
     with torch.cuda.device_of(parents):
@@ -167,19 +168,19 @@ def _conv_kernel(
     rows += batch * rows_b
     window += batch * window_b
     index += batch * index_b
+    # Whether any node here reads the window: one whose oldest tap does. Most blocks of a large tree do not.
+    oldest = tl.load(index + node * index_t, in_tree, other=WIDTH)
+    near_root = tl.min(oldest, 0) < WIDTH
     work = tl.zeros([NODES, CHANNELS], tl.float32)
+    # Always in the order of age, so that a sum does not depend on which taps are committed already.
     for tap in tl.static_range(WIDTH - 1):
-        column = tl.load(index + node * index_t + tap * index_w, in_tree, other=0)
-        # Never both: an ancestor that the tree does not reach is a column of the window.
-        above = tl.load(
-            rows + (column - WIDTH)[:, None] * rows_t + channel[None, :], both & (column >= WIDTH)[:, None], other=0.0
-        )
-        before = tl.load(
-            window + channel[None, :] * window_c + column[:, None] * window_w,
-            both & (column < WIDTH)[:, None],
-            other=0.0,
-        ).to(above.dtype)
-        value = tl.where((column >= WIDTH)[:, None], above, before)
+        column = tl.load(index + node * index_t + tap * index_w, in_tree, other=WIDTH)
+        above = both & (column >= WIDTH)[:, None]
+        value = tl.load(rows + (column - WIDTH)[:, None] * rows_t + channel[None, :], above, other=0.0)
+        if near_root:
+            before = both & (column < WIDTH)[:, None]
+            place = channel[None, :] * window_c + column[:, None] * window_w
+            value = tl.where(before, tl.load(window + place, before, other=0.0).to(value.dtype), value)
         factor = tl.load(weight + channel * weight_c + tap * weight_w, in_row, other=0.0).to(tl.float32)
         work += value.to(tl.float32) * factor[None, :]
     # The last tap is the node itself: read without waiting for the index, and what the stash wants.

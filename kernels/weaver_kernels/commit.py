@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-defs=False
 """Triton kernel of the commit: all layers' states, convolution windows and KV rows along the accepted path, one launch.
 
 Equals `reference.commit`, in place. A program owns what it reads and writes of the committed buffers, so programs need
@@ -23,14 +24,15 @@ class CommitConfig(NamedTuple):
         keys, values: rows and columns of a state's tile.
         channels: of a window's block.
         unroll: path nodes whose keys and updates are loaded together.
-        warps: of every program.
+        warps: of every program. With one, a row of 128 updates lies in the threads as the tile wants it; with more,
+            every node of the path costs a trip through shared memory and two barriers, which end the overlap of loads.
     """
 
-    keys: int = 32
+    keys: int = 16
     values: int = 128
-    channels: int = 512
+    channels: int = 256
     unroll: int = 4
-    warps: int = 4
+    warps: int = 1
 
 
 def commit(
@@ -48,21 +50,24 @@ def commit(
     state, window, rows, keys, updates, decay, kv = buffers
     _check(buffers, path)
     config = config or CommitConfig()
-    layers, batch, heads, dk, dv = state.shape
-    channels, width = window.shape[2:]
-    slices, kv_heads, dim = kv.shape[0] * 2, kv.shape[3], kv.shape[5]
-    block_k = min(config.keys, triton.next_power_of_2(dk))
-    block_v = min(config.values, triton.next_power_of_2(dv))
-    block_c = min(config.channels, triton.next_power_of_2(channels))
+    layers, batch = len(state), len(path)
+    # A part that a model lacks has no layers, and so no programs; its other sizes may be 0 as well.
+    heads, dk, dv = (max(size, 1) for size in state.shape[2:])
+    channels, width = (max(size, 1) for size in window.shape[2:])
+    kv_heads, dim = max(kv.shape[3], 1), max(kv.shape[5], 1)
+    block_k, block_v, block_c = (
+        min(limit, triton.next_power_of_2(size))
+        for limit, size in ((config.keys, dk), (config.values, dv), (config.channels, channels))
+    )
     # KV rows first: few programs, each a chain of dependent copies that the states' stream then hides.
-    kv_programs = slices * kv_heads
+    kv_programs = len(kv) * 2 * kv_heads
     window_programs = layers * triton.cdiv(channels, block_c)
     state_programs = layers * heads * triton.cdiv(dk, block_k) * triton.cdiv(dv, block_v)
-    total = kv_programs + window_programs + state_programs
-    if total * batch == 0:
+    programs = kv_programs + window_programs + state_programs
+    if programs * batch == 0:
         return
     with torch.cuda.device_of(path):
-        _commit_kernel[(total, batch)](
+        _commit_kernel[(programs, batch)](
             *buffers,
             path,
             lengths,
@@ -77,13 +82,13 @@ def commit(
             path.stride(0),
             kv_programs,
             window_programs,
-            heads,
-            channels,
-            kv_heads,
+            HEADS=heads,
             GROUPS=max(heads // max(keys.shape[2], 1), 1),
             KEY_DIM=dk,
             VALUE_DIM=dv,
             WIDTH=width,
+            WINDOW_CHANNELS=channels,
+            KV_HEADS=kv_heads,
             HEAD_DIM=dim,
             KEYS=block_k,
             VALUES=block_v,
@@ -96,16 +101,13 @@ def commit(
 
 def _check(buffers: TreeBuffers, path: Tensor) -> None:
     """What the kernel takes for granted of memory; shapes are the contract's."""
-    for name in ("state", "keys", "updates", "decay"):
-        if getattr(buffers, name).dtype != torch.float32:
-            raise TypeError(
-                f"{name} is {getattr(buffers, name).dtype}; the kernel folds float32, use the reference for others"
-            )
-    for name in ("state", "rows", "keys", "updates", "decay", "kv"):
-        if getattr(buffers, name).stride(-1) != 1:
-            raise ValueError(f"the last dimension of {name} has stride {getattr(buffers, name).stride(-1)}, 1 is wanted")
-    if path.stride(1) != 1 and path.shape[1] > 1:
-        raise ValueError(f"a row of path has stride {path.stride(1)}, 1 is wanted")
+    for name, x in buffers._asdict().items():
+        if name in ("state", "keys", "updates", "decay") and x.dtype != torch.float32:
+            raise TypeError(f"{name} is {x.dtype}; the kernel folds torch.float32, use the reference for others")
+        if name != "window" and x.stride(-1) != 1:
+            raise ValueError(f"the last dimension of {name} has stride {x.stride(-1)}; it must be contiguous")
+    if path.shape[1] > 1 and path.stride(1) != 1:
+        raise ValueError(f"the rows of path have stride {path.stride(1)}; they must be contiguous")
 
 
 @triton.jit
@@ -150,13 +152,13 @@ def _commit_kernel(
     path_b,
     kv_programs,
     window_programs,
-    heads,
-    channels,
-    kv_heads,
+    HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
+    WINDOW_CHANNELS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
@@ -171,12 +173,12 @@ def _commit_kernel(
     path += batch * path_b
     if length > 0:
         if program < kv_programs:
-            side = (program // kv_heads).to(tl.int64)
-            head = (program % kv_heads).to(tl.int64)
+            side = (program // KV_HEADS).to(tl.int64)
+            head = (program % KV_HEADS).to(tl.int64)
             kv += side // 2 * kv_a + side % 2 * kv_side + batch * kv_b + head * kv_h
             _move_rows(kv, path, length, tl.load(lens + batch), kv_s, HEAD_DIM, HEAD_BLOCK)
         elif program < kv_programs + window_programs:
-            blocks = tl.cdiv(channels, CHANNELS)
+            blocks: tl.constexpr = (WINDOW_CHANNELS + CHANNELS - 1) // CHANNELS
             rest = program - kv_programs
             layer = (rest // blocks).to(tl.int64)
             channel = rest % blocks * CHANNELS + tl.arange(0, CHANNELS)
@@ -187,7 +189,7 @@ def _commit_kernel(
                 length,
                 window_w,
                 rows_t,
-                channel < channels,
+                channel < WINDOW_CHANNELS,
                 WIDTH,
             )
         else:
@@ -195,8 +197,8 @@ def _commit_kernel(
             tiles: tl.constexpr = across * ((KEY_DIM + KEYS - 1) // KEYS)
             rest = program - kv_programs - window_programs
             tile = rest % tiles
-            head = (rest // tiles % heads).to(tl.int64)
-            layer = (rest // tiles // heads).to(tl.int64)
+            head = (rest // tiles % HEADS).to(tl.int64)
+            layer = (rest // tiles // HEADS).to(tl.int64)
             row = tile // across * KEYS + tl.arange(0, KEYS)
             column = tile % across * VALUES + tl.arange(0, VALUES)
             _fold_state(
