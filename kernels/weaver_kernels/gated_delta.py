@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """Tree verification of the gated delta rule as one Triton launch: gating, L2 norm, solve, read-out and stash.
 
 A program owns one row of the batch, one value head and `block_values` of its columns, and walks the nodes in blocks of
@@ -49,7 +50,7 @@ class GatedDeltaConfig(NamedTuple):
 
 @triton.jit
 def _round(x, DTYPE: tl.constexpr):
-    if _INTERPRETED and DTYPE == tl.bfloat16:
+    if _INTERPRETED and DTYPE == tl.bfloat16:  # noqa: SIM300
         bits = x.to(tl.int32, bitcast=True)
         x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
     return x.to(DTYPE)
@@ -179,7 +180,7 @@ def _seen(bits, row, valid, words, column, local):
     return ((word[:, None] >> local[None, :]) & 1) != 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes", "decay_b", "decay_h"])
 def _gated_delta_tree(
     q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, a_log_ptr, bias_ptr, state_ptr, bits_ptr, z_ptr, weight_ptr,
     out_ptr, keys_ptr, updates_ptr, decay_ptr,
@@ -316,6 +317,8 @@ def unsupported(query: Tensor, value: Tensor) -> str | None:
         return f"dtype {query.dtype}, expected one of {_DTYPES}"
     if query.shape[-1] not in _DIMS or value.shape[-1] not in _DIMS:
         return f"head dimensions {query.shape[-1]} and {value.shape[-1]}, expected each in {_DIMS}"
+    if value.shape[2] % query.shape[2]:
+        return f"{value.shape[2]} value heads over {query.shape[2]} key heads, expected a multiple"
     return None
 
 
@@ -380,15 +383,16 @@ def gated_delta_tree(
     output = torch.empty(batch, nodes, heads, dv, dtype=value.dtype, device=query.device)
     bits = topology.bits.contiguous()
     gate_strides = (0, 0, 0) if z is None else z.stride()[:3]
-    _gated_delta_tree[(heads * (dv // config.block_values), batch)](
-        query, key, value, a, b, A_log, dt_bias, state, bits, z, norm_weight, output, *stash,
-        nodes, bits.shape[-1], dk**-0.5, eps,
-        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *a.stride(), *b.stride(), *state.stride()[:3],
-        *gate_strides, *stash.keys.stride()[:3], *stash.updates.stride()[:3], *stash.decay.stride()[:2],
-        HEADS=heads, GROUPS=heads // key_heads, DK=dk, DV=dv, BT=config.block_nodes, BV=config.block_values,
-        BK=config.block_keys, BLOCKS=triton.cdiv(nodes, config.block_nodes), SOLVE=config.solve, INVERT=config.invert,
-        READ=config.read, STATE_READ="ieee" if query.dtype == torch.float32 else "tf32", num_warps=config.warps,
-    )  # fmt: skip
+    with torch.cuda.device_of(query):
+        _gated_delta_tree[(heads * (dv // config.block_values), batch)](
+            query, key, value, a, b, A_log, dt_bias, state, bits, z, norm_weight, output, *stash,
+            nodes, bits.shape[-1], dk**-0.5, eps,
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *a.stride(), *b.stride(), *state.stride()[:3],
+            *gate_strides, *stash.keys.stride()[:3], *stash.updates.stride()[:3], *stash.decay.stride()[:2],
+            HEADS=heads, GROUPS=heads // key_heads, DK=dk, DV=dv, BT=config.block_nodes, BV=config.block_values,
+            BK=config.block_keys, BLOCKS=triton.cdiv(nodes, config.block_nodes), SOLVE=config.solve,
+            INVERT=config.invert, READ=config.read, STATE_READ="ieee" if query.dtype == torch.float32 else "tf32", num_warps=config.warps,
+        )  # fmt: skip
     return output, stash
 
 
