@@ -5,6 +5,7 @@ shorten the path that they are on, because verification k + 1 commits it and is 
 the same with a tree of one node.
 """
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -163,7 +164,8 @@ class CapturedStep:
 
     def prepare(self, generator: "WeaverCandidateGenerator", state: "DecodeState") -> None:
         """Choose the graphs of a call, capturing those that are missing. Before `start`: a capture spoils the state."""
-        generator.context = self.context
+        own = copy.copy(generator)  # the call's own goes on with its own context
+        own.context = self.context
         self.cache.lengths.zero_()
         self.cache.lens.zero_()
         self.remaining.fill_(1)
@@ -174,11 +176,11 @@ class CapturedStep:
         if generator.on_device:
             key = generator.signature
             if key not in self.drafts:
-                self.drafts[key] = self._captured(lambda: self._draft(generator))
+                self.drafts[key] = self._captured(lambda: self._draft(own))
                 _bound(self.drafts, MAX_GRAPHS)
             self.draft = self.drafts[key]
         else:
-            self.draft = lambda: self._draft(generator, state.history)
+            self.draft = lambda: self._draft(own, state.history)
         self.accept = None
         plain = state.scores is None and state.logits is None and not state.criteria
         if is_stateless(state.processors) and plain:
@@ -187,7 +189,7 @@ class CapturedStep:
             name = (tuple(rules), tuple(sorted(state.eos_ids)), sampled, generator.margin, generator.planted)
             if name not in self.accepts:
                 processors = state.processors
-                self.accepts[name] = self._captured(lambda: self._accept(generator, processors, ends, sampled))
+                self.accepts[name] = self._captured(lambda: self._accept(own, processors, ends, sampled))
                 _bound(self.accepts, MAX_GRAPHS)
             self.accept = self.accepts[name]
 
@@ -205,7 +207,11 @@ class CapturedStep:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool):
             part()
-        return graph.replay
+
+        def replay(part: Callable[[], None] = part) -> None:  # the part owns tensors that the graph reads
+            graph.replay()
+
+        return replay
 
     def start(
         self, weaver: "WeaverModel", state: "DecodeState", prompt: "Prompt", context: DrafterContext | None

@@ -148,7 +148,8 @@ class WeaverModel(PreTrainedModel):
         attachment.asked = prompt_tokens + max_new_tokens
         try:
             # Two tokens: one of the prefill, one of a step.
-            target.generate(ids, assistant_model=self, **{**options, "max_new_tokens": 2, "min_new_tokens": None})
+            limits = {"max_new_tokens": 2, "min_new_tokens": None, "attention_mask": torch.ones_like(ids)}
+            target.generate(ids, assistant_model=self, **{**options, **limits})
         finally:
             attachment.asked = None
         return self

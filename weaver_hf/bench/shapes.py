@@ -141,5 +141,5 @@ def _fill(model: Any, seed: int) -> None:
                 parameter.normal_(0, 0.02, generator=generator)
         for module in list(model.modules()):
             if type(module).__name__.endswith("RotaryEmbedding"):
-                for name, buffer in type(module)(model.config, device=model.device).named_buffers():
+                for name, buffer in type(module)(model.config).named_buffers():
                     getattr(module, name).copy_(buffer)
