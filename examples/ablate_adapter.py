@@ -1,10 +1,10 @@
 """What the adapter's inputs are worth: three short trainings from scratch, and what their trees then accept.
 
-    python examples/ablate_adapter.py DATA --seconds 60 --json ablation.json
+    python examples/ablate_adapter.py DATA --anchors 2000000 --json ablation.json
 
 One is the adapter as it is; one sees no drafter states in its prefix (the target's own state is left); one scores
-without the drafter's raw logits. The same data, seed, drafter and time; accepted drafted tokens of 63 nodes on the
-held-out end of the data, for each temperature in it, beside the marginals'.
+without the drafter's raw logits. The same data, seed, drafter and number of blocks; accepted drafted tokens of 63 nodes
+on the held-out end of the data, for each temperature in it, beside the marginals'.
 """
 
 import json
@@ -23,6 +23,8 @@ from weaver_hf.training.adapter import pool_of
 from weaver_hf.training.blocks import DraftPass
 from weaver_hf.training.data import load_data
 
+NAMES = ("as it is", "without the drafter's states", "without the drafter's raw logits")
+
 
 class WithoutStates(TopKAdapter):
     """Its prefix holds zeros where the drafter's states would be."""
@@ -39,7 +41,8 @@ def without_logits(weaver: WeaverModel, passed: DraftPass) -> training.Pool:
 
 def main(
     data: Annotated[Path, typer.Argument(help="Sequences of `weaver-hf train data`.")],
-    seconds: Annotated[float, typer.Option(help="Of each training.")] = 60.0,
+    anchors: Annotated[int, typer.Option(help="Blocks of each training.")] = 2_000_000,
+    only: Annotated[int | None, typer.Option(help="Train this one alone, 0 to 2.")] = None,
     batch_size: Annotated[int, typer.Option(help="Sequences a step.")] = 64,
     seed: int = 0,
     compiled: Annotated[bool, typer.Option("--compile", help="Compile the step (worth it on a GPU).")] = False,
@@ -47,7 +50,7 @@ def main(
 ) -> None:
     """Train the three and print a line each."""
     results = {}
-    for name in ("as it is", "without the drafter's states", "without the drafter's raw logits"):
+    for name in NAMES if only is None else NAMES[only : only + 1]:
         torch.manual_seed(seed)
         model, tokenizer, weaver = load_tiny()
         weaver.detach()
@@ -57,7 +60,7 @@ def main(
         if name == "without the drafter's states":
             weaver.adapter.__class__ = WithoutStates
         config = training.AdapterTrainConfig(
-            anchors=10**9, max_seconds=seconds, seed=seed, compile=compiled, width=384, batch_size=batch_size,
+            anchors=anchors, seed=seed, compile=compiled, width=384, batch_size=batch_size,
             loss=training.PoolLossConfig("kl"),
         )  # fmt: skip
         try:
@@ -71,7 +74,7 @@ def main(
             training.pool_of = pool_of
         print(name, {key: value for key, value in results[name].items() if "T=" in key}, flush=True)
     if json_path:
-        json_path.write_text(json.dumps({"seconds": seconds, "seed": seed, "results": results}), encoding="utf-8")
+        json_path.write_text(json.dumps({"anchors": anchors, "seed": seed, "results": results}), encoding="utf-8")
 
 
 if __name__ == "__main__":

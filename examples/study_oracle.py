@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 
 from weaver_hf import TokenTree
-from weaver_hf.target.cache import TreeCache
+from weaver_hf.target.cache import TreeCache, check_verified
 from weaver_hf.target.compat import CACHE_KEY
 
 
@@ -73,7 +73,7 @@ class CommittedTexts:
             weaver_tree=plan,
             **{CACHE_KEY: self.cache.cache},
         )
-        self.cache.check_verified(plan)
+        check_verified(plan, len(self.cache.cache.layers))
         return outputs.logits
 
 

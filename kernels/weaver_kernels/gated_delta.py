@@ -50,7 +50,7 @@ class GatedDeltaConfig(NamedTuple):
 
 @triton.jit
 def _round(x, DTYPE: tl.constexpr):
-    if _INTERPRETED and DTYPE == tl.bfloat16:  # noqa: SIM300
+    if _INTERPRETED and tl.bfloat16 == DTYPE:
         bits = x.to(tl.int32, bitcast=True)
         x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
     return x.to(DTYPE)
