@@ -389,9 +389,10 @@ def gated_delta_tree(
             nodes, bits.shape[-1], dk**-0.5, eps,
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *a.stride(), *b.stride(), *state.stride()[:3],
             *gate_strides, *stash.keys.stride()[:3], *stash.updates.stride()[:3], *stash.decay.stride()[:2],
-            HEADS=heads, GROUPS=heads // key_heads, DK=dk, DV=dv, BT=config.block_nodes, BV=config.block_values,
-            BK=config.block_keys, BLOCKS=triton.cdiv(nodes, config.block_nodes), SOLVE=config.solve,
-            INVERT=config.invert, READ=config.read, STATE_READ="ieee" if query.dtype == torch.float32 else "tf32", num_warps=config.warps,
+            HEADS=heads, GROUPS=heads // key_heads, DK=dk, DV=dv,
+            BT=config.block_nodes, BV=config.block_values, BK=config.block_keys,
+            BLOCKS=triton.cdiv(nodes, config.block_nodes), SOLVE=config.solve, INVERT=config.invert, READ=config.read,
+            STATE_READ="ieee" if query.dtype == torch.float32 else "tf32", num_warps=config.warps,
         )  # fmt: skip
     return output, stash
 

@@ -46,12 +46,12 @@ class Case(NamedTuple):
     stash: GatedDeltaStash
 
     def run(self, config: GatedDeltaConfig | None = None) -> tuple[Tensor, GatedDeltaStash]:
-        return gated_delta_tree(*self.args, topology=self.tree, stash=self.stash, config=config)
+        return gated_delta_tree(*self.args, topology=self.tree, stash=self.stash, config=config)  # type: ignore[misc]
 
     def expected(self, dtype: torch.dtype) -> tuple[Tensor, GatedDeltaStash]:
         query, key, value, a, b, A_log, dt_bias, state = self.args
         rows = (query, key, value, *reference.gating(a, b, A_log, dt_bias), state)
-        return reference.gated_delta_tree(*(x.to(dtype) for x in rows), ancestors=self.tree.ancestors)
+        return reference.gated_delta_tree(*(x.to(dtype) for x in rows), ancestors=self.tree.ancestors)  # type: ignore[misc]
 
     def size(self) -> int:
         return sum(x.numel() * x.element_size() for x in (*self.args, *self.stash))
