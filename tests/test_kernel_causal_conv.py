@@ -91,8 +91,10 @@ def test_views_of_larger_tensors_need_no_copy() -> None:
 
 def test_a_window_in_another_dtype_is_rounded_as_the_reference_rounds_it() -> None:
     rows, window, weight = inputs(5, 16, 4)
-    args = rows.half(), window, weight.half(), random_topology(5).conv_index
-    assert_close(causal_conv_tree(*args), reference.causal_conv_tree(*args))
+    rows, weight, index = rows.half(), weight.half(), random_topology(5).conv_index
+    output = causal_conv_tree(rows, window * 9, weight, index)
+    assert_close(output, reference.causal_conv_tree(rows, window * 9, weight, index))
+    assert torch.equal(output, causal_conv_tree(rows, (window * 9).half(), weight, index))
 
 
 @pytest.mark.parametrize("config", [(2, 32, 1), (8, 16, 2), (32, 64, 4)])
