@@ -57,7 +57,9 @@ def test_rms_norm_writes_neither_its_input_nor_the_residual() -> None:
 def test_a_weight_in_fp32_lifts_what_transformers_lifts() -> None:
     x, z, weight = (rand(1, 5, 3, 16, dtype=torch.float16) for _ in range(3))
     weight = weight[0, 0, 0].float()
-    assert_close(fused.rms_norm(x, weight, 1e-6, plus_one=False)[0], fused_reference.rms_norm(x, weight, 1e-6, None, False)[0])
+    assert_close(
+        fused.rms_norm(x, weight, 1e-6, plus_one=False)[0], fused_reference.rms_norm(x, weight, 1e-6, None, False)[0]
+    )
     assert_close(fused.gated_rms_norm(x, z, weight, 1e-6), fused_reference.gated_rms_norm(x, z, weight, 1e-6))
 
 
@@ -67,7 +69,9 @@ def test_gated_rms_norm_equals_its_twin(batch, nodes, heads, dim, dtype) -> None
     x, weight = columns(batch, nodes, heads, dim, dtype=dtype), rand(dim, dtype=dtype)
     z = columns(batch, nodes, heads * dim, dtype=dtype).unflatten(-1, (heads, dim))
     for config in (None, FusedConfig(2, 1)):
-        assert_close(fused.gated_rms_norm(x, z, weight, 1e-6, config), fused_reference.gated_rms_norm(x, z, weight, 1e-6))
+        assert_close(
+            fused.gated_rms_norm(x, z, weight, 1e-6, config), fused_reference.gated_rms_norm(x, z, weight, 1e-6)
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -193,9 +197,7 @@ def test_the_twin_of_norm_and_rotary_equals_the_modules_bit_for_bit(dtype) -> No
     q_norm, k_norm = Qwen3_5RMSNorm(16).to(dtype), Qwen3_5RMSNorm(16).to(dtype)
     q_norm.weight.data, k_norm.weight.data = args[3], args[4]
     with torch.no_grad():
-        q, k = apply_rotary_pos_emb(
-            q_norm(args[0]).transpose(1, 2), k_norm(args[1]).transpose(1, 2), args[5], args[6]
-        )
+        q, k = apply_rotary_pos_emb(q_norm(args[0]).transpose(1, 2), k_norm(args[1]).transpose(1, 2), args[5], args[6])
         assert torch.equal(fused_reference.qk_norm_rope(*args), q)
     for row, length in enumerate(args[10].tolist()):
         assert torch.equal(args[8][row, :, length : length + 5], k[row])

@@ -1,8 +1,8 @@
 # mypy: disallow-untyped-defs=False
 """What stands around the matrices of a decoder layer, each as one Triton launch: norms, gates, rotary, cache writes.
 
-All equal their namesakes in `fused_reference`. Nothing is read back and no shape depends on data, so all can be captured
-in a CUDA graph. Inputs may be columns of a wider projection: only the last axis must be contiguous.
+All equal their namesakes in `fused_reference`. Nothing is read back and no shape depends on data, so all can be
+captured in a CUDA graph. Inputs may be columns of a wider projection: only the last axis must be contiguous.
 """
 
 from typing import NamedTuple
