@@ -59,6 +59,8 @@ def fuse_projections(model: PreTrainedModel) -> int:
             if biases[0] is not None:
                 _join(biases)
         fused += joined(linears) is not None
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # the separate weights' memory: too small for the next group, and graphs want it
     return fused
 
 
@@ -66,8 +68,9 @@ def unfuse_projections(model: PreTrainedModel) -> None:
     """Give the parameters that `fuse_projections` joined memory of their own again."""
     for linears in _groups(model):
         if joined(linears) is not None:
-            for parameter in (p for m in linears for p in m.parameters(recurse=False)):
-                parameter.data = parameter.data.clone()
+            with torch.inference_mode(False), torch.no_grad():
+                for parameter in (p for m in linears for p in m.parameters(recurse=False)):
+                    parameter.data = parameter.data.clone()
 
 
 def joined(linears: Sequence[Any]) -> tuple[Tensor, Tensor | None] | None:
@@ -121,7 +124,7 @@ def _can_join(linears: list[Any]) -> bool:
 
 
 def _join(parameters: list[Any]) -> None:
-    with torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():  # the model may be trained later
         parts = torch.cat([p.data for p in parameters]).split([len(p) for p in parameters])
         for parameter, part in zip(parameters, parts, strict=True):
             parameter.data = part
