@@ -23,6 +23,7 @@ from ..errors import NotAttachedError, UnsupportedModelError
 from .attention import TreeAttention
 from .compat import check_version
 from .families import Family, family_of
+from .fused import FusedLayer
 from .gated_delta import TreeMixer
 
 __all__ = ["Attachment", "attach", "attachment_of", "detach", "head_device", "unwrap"]
@@ -105,7 +106,12 @@ def attach(model: PreTrainedModel, weaver: nn.Module, generation_mixin: type) ->
         attachment = Attachment(family_of(model))
         family = attachment.family
         model.__dict__[_ATTACHMENT] = attachment
-        for modules, mixin in ((family.mixers_of(model), TreeMixer), (family.attentions_of(model), TreeAttention)):
+        swaps: Any = (
+            (family.mixers_of(model), TreeMixer),
+            (family.attentions_of(model), TreeAttention),
+            (family.decoder_of(model).layers, FusedLayer),
+        )
+        for modules, mixin in swaps:
             for module in modules:
                 original: Any = type(module)
                 _swap(module, _subclass(original, mixin))
