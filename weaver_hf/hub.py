@@ -221,7 +221,7 @@ def card_facts(
 
     config, files = weaver.config, training_files(history)
     texts = {name: path.read_text(encoding="utf-8") for name, path in files.items() if path.suffix in (".txt", ".json")}
-    data = next((json.loads(text) for name, text in texts.items() if name.endswith("train_data.json")), [])
+    data: list[dict[str, Any]] = json.loads(texts.get("training/train_data.json", "[]"))
     trees = weaver.tree_config
     lora = None if weaver.peft_adapter is None else weaver.peft_config[weaver.peft_adapter]
     return {
@@ -241,9 +241,7 @@ def card_facts(
         },
         "peft": None if lora is None else _peft_facts(weaver, lora),
         "commands": [text.strip() for name, text in texts.items() if "command" in name],
-        "data": [
-            source for name, text in texts.items() if name.endswith("train_data.json") for source in json.loads(text)
-        ],
+        "data": data,
         "logs": [name for name in files if name.endswith(".jsonl")],
         "notes": [name for name in files if name.endswith(".md")],
         "report": report,

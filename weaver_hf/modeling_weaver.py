@@ -376,8 +376,8 @@ class WeaverModel(PeftWeaver, PreTrainedModel):
 
         Args:
             save_directory: the folder.
-            kwargs: transformers' own, and `custom_generate=True` for `custom_generate/generate.py` beside them, so that
-                `model.generate(..., custom_generate=folder, trust_remote_code=True)` decodes with this Weaver.
+            kwargs: transformers' own, and `custom_generate=True` for what `model.generate(..., custom_generate=folder,
+                trust_remote_code=True)` runs to decode with this Weaver.
         """
         with_door = kwargs.pop("custom_generate", False)
         push = kwargs.pop("push_to_hub", False)
@@ -395,7 +395,7 @@ class WeaverModel(PeftWeaver, PreTrainedModel):
 
     def _save_whole(self, folder: str | Path, **kwargs: Any) -> None:
         self.config.tree_config = asdict(self.tree_config)
-        if self.adapter is not None:
+        if self.adapter is not None and self.config.adapter is not None:
             dtype = self.adapter.out_norm.weight.dtype
             self.config.adapter["dtype"] = None if dtype == self.dtype else str(dtype).removeprefix("torch.")
             if not self.config.adapter_initialized and kwargs.get("state_dict") is None:
@@ -407,11 +407,7 @@ class WeaverModel(PeftWeaver, PreTrainedModel):
             save_file({}, Path(folder) / "model.safetensors", metadata={"format": "pt"})
 
     def push_to_hub(self, repo_id: str, **options: Any) -> str:
-        """Upload weights, config, tokenizer and a card of facts: `hub.push` says which options there are.
-
-        Raises:
-            PublishError: target, its revision, licence or acceptance table are missing; nothing is uploaded.
-        """
+        """Upload weights, config, tokenizer and a card of facts; options and errors are those of `hub.push`."""
         return push(self, repo_id, **options)
 
     @classmethod

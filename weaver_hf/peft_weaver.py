@@ -49,7 +49,7 @@ class PeftWeaver:
     """What a `WeaverModel` does with PEFT adapters inside it, however they came there; mixed in before its base."""
 
     adapter: Any
-    config: WeaverConfig
+    config: Any
     _trees: dict[str | None, TreeConfig]
 
     def _watch_peft(self: Any) -> None:
@@ -83,7 +83,7 @@ class PeftWeaver:
     def tree_config(self, settings: TreeConfig) -> None:
         self._trees[self.peft_adapter] = settings
 
-    def _tree_of(self: Any, name: str) -> TreeConfig:
+    def _tree_of(self: Any, name: str | None) -> TreeConfig:
         """The tree settings that a PEFT adapter came with, or the base's, with the builder that an adapter asks for."""
         recorded = (self.peft_config[name].auto_mapping or {}).get("tree_config")
         if recorded is not None:
