@@ -37,7 +37,7 @@ def grams(ids: list[int]) -> set[tuple[int, ...]]:
 
 
 def make_domain_data(model, tokenizer, prompts: list[Prompt], measured: list[Prompt], args) -> tuple[Sequences, int]:
-    """Completions of the prompts and of prompts that the target writes after their first tokens; how many were dropped."""
+    """Completions of the prompts and of prompts that the target writes after their first tokens, and the dropped."""
     rng = random.Random(args.seed)
     given = [tokenizer(prompt.prompt).input_ids for prompt in prompts]
     shared = set().union(*map(grams, given))  # boilerplate of the domain, which its measured prompts hold too

@@ -168,7 +168,7 @@ def _require(weaver: "WeaverModel", licence: str | None, report: dict[str, Any] 
 
 
 def read_acceptance(report: str | Path | dict[str, Any]) -> dict[str, Any]:
-    """Environment, settings and summary of a bench report; the results of single prompts are left out.
+    """Environment, settings and summary of a bench report, without the results of single prompts and local paths.
 
     Raises:
         PublishError: it is not what `weaver-hf bench --json` writes, or nothing was measured.
@@ -189,7 +189,12 @@ def read_acceptance(report: str | Path | dict[str, Any]) -> dict[str, Any]:
             "Pass what `weaver-hf bench --json acceptance.json` wrote.",
         )
     assert isinstance(report, dict)
-    return {key: report[key] for key in ("environment", "settings", "summary") if key in report}
+    kept = {key: report[key] for key in ("environment", "settings", "summary") if key in report}
+    settings = kept.get("settings") or {}
+    # Folders of the machine that measured say nothing to others.
+    local = [key for key in ("target", "weaver") if settings.get(key) and Path(settings[key]).exists()]
+    kept["settings"] = settings | dict.fromkeys(local)
+    return kept
 
 
 def training_files(folder: Path | None) -> dict[str, Path]:
@@ -211,6 +216,8 @@ def card_facts(
     custom_generate: bool = False,
 ) -> dict[str, Any]:
     """What the template of the card reads; None and empty lists stand for what is not recorded.
+
+    `use` is the code under "Use", where it is not what every artifact is loaded by.
 
     Args:
         weaver: the artifact.
@@ -246,6 +253,7 @@ def card_facts(
         "notes": [name for name in files if name.endswith(".md")],
         "report": report,
         "custom_generate": custom_generate,
+        "use": None,
     }
 
 
