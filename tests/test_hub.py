@@ -37,6 +37,7 @@ def hub(monkeypatch, tmp_path):
     monkeypatch.setattr(
         huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
     )
+    monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", hub.url)  # of `file_exists`, which PEFT calls
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -279,10 +280,10 @@ def test_a_trained_artifacts_folder_holds_what_the_card_reads(tmp_path):
     from weaver_hf.training.cli import read_data
     from weaver_hf.training.data import make_data
 
-    make_data(tiny_random_model(), Letters(), TEXT, tmp_path / "data", small(max_new_tokens=16))
+    make_data(tiny_random_model(), Letters(), TEXT, tmp_path / "data", small(sequences=4, max_new_tokens=8))
     read = read_data([tmp_path / "data"], Letters(), random_weaver(), tmp_path / "out")
     (facts,) = read_json(tmp_path / "out" / "train_data.json")
     shards = [load_file(path) for path in sorted((tmp_path / "data").glob("*.safetensors"))]
     assert (facts["folder"], facts["sequences"]) == ("data", len(read))
     assert facts["tokens"] == sum(len(shard["tokens"]) for shard in shards)
-    assert facts["settings"]["max_new_tokens"] == 16
+    assert facts["settings"]["max_new_tokens"] == 8

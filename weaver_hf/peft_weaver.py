@@ -164,7 +164,7 @@ class PeftWeaver:
             inject_adapter_in_model(config, self, adapter_name)
         self._hf_peft_config_loaded = True
         try:
-            expected = get_peft_model_state_dict(self, adapter_name=adapter_name)
+            expected = get_peft_model_state_dict(self, adapter_name=adapter_name, save_embedding_layers=False)
             _compare(
                 sorted(set(expected) - set(found)),
                 sorted(set(found) - set(expected)),
@@ -235,7 +235,8 @@ class PeftWeaver:
             )
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = get_peft_model_state_dict(self, adapter_name=name)
+        # Not "auto": it would ask the Hub whether the base has embeddings, which no drafter has.
+        tensors = get_peft_model_state_dict(self, adapter_name=name, save_embedding_layers=False)
         plain = {_PREFIX + key: tensor.detach().contiguous() for key, tensor in tensors.items()}
         save_file(plain, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         config = copy(self.peft_config[name])
@@ -341,8 +342,9 @@ def add_adapter_part(weaver: "WeaverModel") -> None:
         _add(weaver, LoraConfig(target_modules=_NO_LORA, modules_to_save=["adapter"]))
     elif not weaver._brings_adapter(name):
         settings, config = weaver.tree_config, weaver.peft_config[name]
-        config.modules_to_save = ["adapter"]
+        config.modules_to_save, config.inference_mode = ["adapter"], False
         set_additional_trainable_modules(weaver, config, weaver.config, name)
+        weaver.adapter.modules_to_save[name].requires_grad_(True)
         settings.builder, settings.adapter_temperature, settings.adapter_coupling_temperature = "weaver", {}, {}
 
 
