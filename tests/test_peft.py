@@ -3,6 +3,7 @@
 import json
 import pickle
 
+import huggingface_hub
 import pytest
 import torch
 from peft import AutoPeftModel, LoraConfig, PeftModel, get_peft_model
@@ -19,6 +20,7 @@ from weaver_hf.peft_weaver import ADAPTER_TARGETS, DRAFTER_TARGETS, add_adapter_
 from weaver_hf.scoring import DraftRule
 from weaver_hf.training.adapter import AdapterTrainConfig
 from weaver_hf.training.adapter import train as train_adapter
+from weaver_hf.training.cli import cached_commit
 from weaver_hf.training.data import load_data, make_data
 from weaver_hf.training.drafter import DrafterTrainConfig
 from weaver_hf.training.drafter import train as train_drafter
@@ -335,7 +337,7 @@ def data(tmp_path_factory):
     return load_data([folder], Letters(), 8)
 
 
-SETTINGS = {"anchors": 400, "batch_size": 4, "anchors_per_sequence": 8, "held_out": 1, "optimizer": "adamw"}
+SETTINGS = {"anchors": 256, "batch_size": 4, "anchors_per_sequence": 8, "held_out": 1, "optimizer": "adamw"}
 
 
 def test_training_a_lora_leaves_the_base_and_writes_a_folder_that_drafts_better(folders, tmp_path, data):
@@ -379,3 +381,15 @@ def test_lora_options_that_say_nothing_are_refused(command, message):
     result = CliRunner().invoke(app, ["train", *command, "--data", "x", "--out", "x"], env={"COLUMNS": "200"})
     assert result.exit_code == 2
     assert message in result.output
+
+
+def test_the_commit_of_a_target_is_the_one_in_the_cache(tmp_path, monkeypatch):
+    repo, commit = tmp_path / "models--org--target", "0123456789abcdef0123456789abcdef01234567"
+    (repo / "snapshots" / commit).mkdir(parents=True)
+    (repo / "snapshots" / commit / "config.json").write_text("{}")
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    assert cached_commit("org/target") == commit
+    assert cached_commit("org/other") is None
+    assert cached_commit(str(tmp_path)) is None

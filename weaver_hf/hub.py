@@ -189,7 +189,7 @@ def read_acceptance(report: str | Path | dict[str, Any]) -> dict[str, Any]:
             "Pass what `weaver-hf bench --json acceptance.json` wrote.",
         )
     assert isinstance(report, dict)
-    kept = {key: report[key] for key in ("environment", "settings", "summary") if key in report}
+    kept: dict[str, Any] = {key: report[key] for key in ("environment", "settings", "summary") if key in report}
     settings = kept.get("settings") or {}
     # Folders of the machine that measured say nothing to others.
     local = [key for key in ("target", "weaver") if settings.get(key) and Path(settings[key]).exists()]

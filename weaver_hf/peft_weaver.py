@@ -13,7 +13,7 @@ import warnings
 from copy import copy
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch.nn as nn
 from safetensors.torch import save_file
@@ -344,11 +344,12 @@ def add_adapter_part(weaver: "WeaverModel") -> None:
         settings, config = weaver.tree_config, weaver.peft_config[name]
         config.modules_to_save, config.inference_mode = ["adapter"], False
         set_additional_trainable_modules(weaver, config, weaver.config, name)
-        weaver.adapter.modules_to_save[name].requires_grad_(True)
+        cast(Any, weaver.adapter).modules_to_save[name].requires_grad_(True)
         settings.builder, settings.adapter_temperature, settings.adapter_coupling_temperature = "weaver", {}, {}
 
 
 def _add(weaver: Any, config: Any) -> Any:
-    config.revision = weaver.config._commit_hash  # of a base from the Hub: its commit, so that it stays the same one
+    # Of a base from the Hub its commit, so that it stays the same one; transformers 5.24 does not say it any more.
+    config.revision = getattr(weaver.config, "_commit_hash", None)
     weaver.add_adapter(config, "default")
     return config

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 import typer
+from huggingface_hub import try_to_load_from_cache
 from rich.console import Console
 from rich.progress import track
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -39,6 +40,12 @@ def load_target(name: str) -> tuple[Any, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(name, dtype="auto").to(device)
     return model, AutoTokenizer.from_pretrained(name)
+
+
+def cached_commit(name: str) -> str | None:
+    """The commit of a Hub id that was just loaded, from where the Hub's cache has it; None for a local folder."""
+    path = None if Path(name).exists() else try_to_load_from_cache(name, "config.json")
+    return Path(path).parent.name if isinstance(path, str) else None
 
 
 def for_device(model: Any) -> dict[str, Any]:
@@ -149,7 +156,7 @@ def drafter(
         if weaver.drafter is None:
             raise typer.BadParameter("the artifact has no drafter", param_hint="--init")
         if lora and weaver.peft_adapter is None:
-            add_lora(weaver, DRAFTER_TARGETS, rank, alpha)
+            add_lora(weaver, DRAFTER_TARGETS, rank, alpha).revision = cached_commit(init)
         elif weaver.peft_adapter is not None:
             raise typer.BadParameter(
                 f"{init} is a PEFT folder; `weaver-hf convert` merges it into an artifact", param_hint="--init"
@@ -176,7 +183,7 @@ def drafter(
                 adapter=geometry,
                 adapter_initialized=False,
                 base_model_name_or_path=None if Path(target).exists() else target,
-                base_model_revision=model.config._commit_hash,
+                base_model_revision=cached_commit(target),
                 eos_token_id=text.eos_token_id,
                 pad_token_id=text.pad_token_id,
             )
@@ -287,7 +294,7 @@ def adapter(
                     "and is trained on; leave it out, or name a drafter without an adapter"
                 )
         if lora and weaver.has_adapter and weaver.peft_adapter is None:
-            add_lora(weaver, ADAPTER_TARGETS, lora_width, alpha)
+            add_lora(weaver, ADAPTER_TARGETS, lora_width, alpha).revision = cached_commit(drafter)
         elif lora:
             add_adapter_part(weaver)
     else:
