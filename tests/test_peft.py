@@ -192,14 +192,16 @@ def test_adapters_are_switched_by_name_with_their_tree_settings(folders, model, 
 
 
 def test_disabled_adapters_leave_the_base(folders, model):
-    weaver = WeaverModel.from_pretrained(folders / "code")
-    weaver.disable_adapters()
-    assert weaver.peft_adapter is None
-    assert weaver.tree_config.budget == 11
-    base = WeaverModel.from_pretrained(folders / "base")
-    assert torch.equal(drafted(weaver, model)[0], drafted(base, model)[0])
-    with pytest.raises(CheckpointError, match="disabled"):
-        weaver.save_pretrained(folders / "nothing")
+    peft_model = DOORS["peft"](folders / "base", folders / "code")
+    weaver = peft_model.get_base_model()
+    with peft_model.disable_adapter():
+        assert weaver.peft_adapter is None
+        assert weaver.tree_config.budget == 11
+        base = WeaverModel.from_pretrained(folders / "base")
+        assert torch.equal(drafted(weaver, model)[0], drafted(base, model)[0])
+        with pytest.raises(CheckpointError, match="disabled"):
+            weaver.save_pretrained(folders / "nothing")
+    assert weaver.peft_adapter == "default"
 
 
 def test_folded_tables_follow_a_switch(folders, model):

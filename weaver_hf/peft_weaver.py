@@ -118,7 +118,7 @@ class PeftWeaver:
         self.tree_config, self.config.adapter_initialized = before, False
         return self
 
-    # ---- transformers' methods for adapters ------------------------------------------------------------------------
+    # ---- transformers' methods for adapters; 5.24's own ask for a newer PEFT than 5.17's ------------------------------
 
     def load_adapter(
         self: Any, peft_model_id: str | Path, adapter_name: str = "default", is_trainable: bool = False, **hub: Any
@@ -197,9 +197,16 @@ class PeftWeaver:
 
     def delete_adapter(self: Any, adapter_names: str | list[str]) -> None:
         """Take PEFT adapters out again."""
-        super().delete_adapter(adapter_names)  # type: ignore[misc]
+        from peft.functional import delete_adapter
+
         for name in [adapter_names] if isinstance(adapter_names, str) else adapter_names:
+            prefix = f"{self.peft_config[name].peft_type.value.lower()}_"
+            delete_adapter(self, adapter_name=name, prefix=prefix)
+            del self.peft_config[name]
             self._trees.pop(name, None)
+        if not self.peft_config:
+            del self.peft_config
+            self._hf_peft_config_loaded = False
 
     def merge_adapter(self: Any) -> "WeaverModel":
         """Write the PEFT adapter in use into the weights and drop PEFT; what is saved then is a plain artifact."""
@@ -349,7 +356,12 @@ def add_adapter_part(weaver: "WeaverModel") -> None:
 
 
 def _add(weaver: Any, config: Any) -> Any:
+    from peft import inject_adapter_in_model
+
     # Of a base from the Hub its commit, so that it stays the same one; transformers 5.24 does not say it any more.
     config.revision = getattr(weaver.config, "_commit_hash", None)
-    weaver.add_adapter(config, "default")
+    config.base_model_name_or_path = weaver.name_or_path or None
+    inject_adapter_in_model(config, weaver, "default")
+    weaver._hf_peft_config_loaded = True
+    weaver.set_adapter("default")
     return config
