@@ -118,7 +118,7 @@ class PeftWeaver:
         self.tree_config, self.config.adapter_initialized = before, False
         return self
 
-    # ---- transformers' methods for adapters; 5.24's own ask for a newer PEFT than 5.17's ------------------------------
+    # ---- transformers' methods for adapters; 5.24's own ask for a newer PEFT than 5.17's -----------------------------
 
     def load_adapter(
         self: Any, peft_model_id: str | Path, adapter_name: str = "default", is_trainable: bool = False, **hub: Any
