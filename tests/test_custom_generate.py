@@ -422,31 +422,3 @@ def test_a_weaver_that_decoded_through_its_door_saves_and_pickles(model, folder,
         model.generate(PROMPT, custom_generate=str(tmp_path / "again"), trust_remote_code=True, **OPTIONS),
         stock_text(),
     )
-
-
-@pytest.mark.parametrize("way", ["push_to_hub", "save_pretrained"])
-@pytest.mark.parametrize("with_door", [True, False])
-def test_pushing_uploads_the_door_where_asked_and_tags_it(monkeypatch, tmp_path, way, with_door):
-    commits, tags = [], []
-
-    class Card:
-        def save(self, path):
-            pass
-
-    url = huggingface_hub.RepoUrl("https://huggingface.co/org/weaver")
-    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", lambda self, repo_id, **kwargs: url)
-    monkeypatch.setattr(
-        huggingface_hub.HfApi, "create_commit", lambda self, operations, **kwargs: commits.append(operations)
-    )
-    monkeypatch.setattr(
-        "transformers.utils.hub.create_and_tag_model_card",
-        lambda repo, given=None, **kwargs: tags.append(given) or Card(),
-    )
-    weaver = WeaverModel(WeaverConfig())
-    if way == "push_to_hub":
-        weaver.push_to_hub("org/weaver", custom_generate=with_door)
-    else:
-        weaver.save_pretrained(tmp_path, push_to_hub=True, repo_id="org/weaver", custom_generate=with_door)
-    uploaded = {operation.path_in_repo for operation in commits[0]}
-    assert ("custom_generate/generate.py" in uploaded) == with_door
-    assert tags == [["custom_generate"] if with_door else None]

@@ -1,10 +1,9 @@
-"""WeaverModel as an artifact: saving, strict loading, the Hub's cache layout, upload."""
+"""WeaverModel as an artifact: saving, strict loading, the Hub's cache layout."""
 
 import json
 import pickle
 import shutil
 
-import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -111,43 +110,6 @@ def test_an_artifact_loads_from_the_hubs_cache_without_a_network(saved, tmp_path
     (repo / "refs" / "main").write_text(commit)
     loaded = WeaverModel.from_pretrained("org/weaver", cache_dir=tmp_path / "cache", local_files_only=True)
     assert loaded.tree_config.budget == 7
-
-
-@pytest.mark.parametrize("way", ["push_to_hub", "save_pretrained"])
-def test_pushing_uploads_config_and_weights(monkeypatch, tmp_path, way):
-    """The client's own calls are recorded; a stand-in server comes with the artifact work."""
-    commits, repos = [], []
-    url = huggingface_hub.RepoUrl("https://huggingface.co/org/weaver")
-    monkeypatch.setattr(
-        huggingface_hub.HfApi, "create_repo", lambda self, repo_id, **kwargs: repos.append(kwargs) or url
-    )
-    monkeypatch.setattr(
-        huggingface_hub.HfApi,
-        "create_commit",
-        lambda self, repo_id, operations, **kwargs: commits.append((repo_id, operations, kwargs)),
-    )
-    monkeypatch.setattr("transformers.utils.hub.create_and_tag_model_card", _no_card)
-    weaver = WeaverModel(WeaverConfig(vocab_size=128))
-    if way == "push_to_hub":
-        weaver.push_to_hub("org/weaver", private=True, commit_message="first")
-    else:
-        weaver.save_pretrained(
-            tmp_path, push_to_hub=True, repo_id="org/weaver", private=True, commit_message="first", token="hf_x"
-        )
-    ((repo_id, operations, options),) = commits
-    assert repo_id == "org/weaver"
-    assert repos[0]["private"] is True
-    assert options["commit_message"] == "first"
-    uploaded = {operation.path_in_repo: operation for operation in operations}
-    assert set(uploaded) >= {"config.json", "model.safetensors"}
-
-
-def _no_card(repo_id, tags=None, **kwargs):
-    class Card:
-        def save(self, path):
-            pass
-
-    return Card()
 
 
 def test_the_embedded_weaver_is_what_saving_writes(tmp_path):

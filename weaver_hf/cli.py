@@ -24,6 +24,7 @@ from .acceptance import RULES
 from .bench import DOMAINS, load_prompts, run_bench
 from .bench.harness import report
 from .checkpoints import speculators, trymirai, zlab
+from .cli_hub import push
 from .configuration_weaver import WeaverConfig
 from .errors import CheckpointError, EmptyPromptError, WeaverError
 from .modeling_weaver import WeaverModel
@@ -39,6 +40,7 @@ app = typer.Typer(
 )
 
 app.add_typer(train_app, name="train")
+app.command()(push)
 
 # In this order, one colour an accepted run; readable on dark and light backgrounds.
 RUN_COLOURS = ("green", "blue", "magenta", "dark_orange3")
@@ -338,7 +340,7 @@ def convert(
         str | None, typer.Option(help="Adapter to put beside the drafter: a .pth file, a local folder or a Hub id.")
     ] = None,
 ) -> None:
-    """Write a drafter or an adapter in another layout; tensors are never changed.
+    """Write a drafter or an adapter in another layout; tensors are never changed, but a PEFT folder is merged.
 
     weaver: ours, drafter and adapter in one folder. zlab, speculators: the drafter, for DFlash tools and vLLM.
     trymirai: the adapter, for the authors' SGLang.
@@ -347,7 +349,7 @@ def convert(
     """
     if destination.is_file() or (destination.is_dir() and any(destination.iterdir())):
         raise typer.BadParameter(f"{destination} is there already; name a new one", param_hint="DESTINATION")
-    weaver = WeaverModel.from_pretrained(source, adapter=adapter)
+    weaver = WeaverModel.from_pretrained(source, adapter=adapter).merge_adapter()
     console = Console(highlight=False)
     if to is Layout.weaver:
         weaver.save_pretrained(destination)

@@ -56,3 +56,7 @@ class MissingDrafterError(WeaverError, RuntimeError):
 
 class MissingAdapterError(WeaverError, RuntimeError):
     """The Weaver has no adapter with weights, and the call needs one."""
+
+
+class PublishError(WeaverError, ValueError):
+    """An artifact lacks what its card must say, so it is not uploaded."""

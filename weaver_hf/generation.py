@@ -25,6 +25,7 @@ from .graph import CapturedStep, checkout
 from .modeling_weaver import WeaverModel
 from .noise import GumbelField
 from .options import check_inputs, check_options, check_prefill, require_attached
+from .peft_weaver import weaver_in
 from .proposal import DraftContext, make_builder
 from .scoring import DraftRule, drafter_processors, is_stateless, process_nodes
 from .stats import GenerationStats
@@ -46,8 +47,9 @@ class WeaverGenerationMixin(GenerationMixin):
         generation_config: GenerationConfig,
         generation_mode_kwargs: dict[str, Any],
     ) -> None:
-        weaver = generation_mode_kwargs.get("assistant_model")
+        weaver = weaver_in(generation_mode_kwargs.get("assistant_model"))
         if isinstance(weaver, WeaverModel):
+            generation_mode_kwargs["assistant_model"] = weaver  # `generate` hands this dict on
             check_options(self, weaver, generation_mode, generation_config, generation_mode_kwargs)
         else:
             super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)

@@ -22,7 +22,9 @@ from .configuration_weaver import AdapterConfig, TreeConfig, WeaverConfig
 from .custom_generate import decode, write_door
 from .drafter import BlockDrafter, DraftBlock, DrafterContext, RMSNorm
 from .errors import CheckpointError, MissingDrafterError, NotAttachedError, TreeConfigError
+from .hub import PUSH_OPTIONS, push
 from .noise import GumbelField
+from .peft_weaver import PeftWeaver, load_folder
 from .scoring import DraftRule
 from .stats import GenerationStats
 from .target.attach import attach, attachment_of, detach, head_device, unwrap
@@ -33,11 +35,10 @@ __all__ = ["WeaverModel"]
 logger = logging.get_logger(__name__)
 
 _HUB = ("cache_dir", "force_download", "local_files_only", "token")
-_PUSH = ("commit_message", "commit_description", "private", "revision", "create_pr", "tags")
-_CONTEXT = "_weaver_context"  # on a cache: id of the Weaver and its context
+_CONTEXT = "_weaver_context"  # on a cache: whose it is (id of the Weaver, PEFT adapter), and the context
 
 
-class WeaverModel(PreTrainedModel):
+class WeaverModel(PeftWeaver, PreTrainedModel):
     """Drafts token trees for a target that `generate` then verifies: `generate(..., assistant_model=weaver)`.
 
     A Weaver without learned parts is complete: its builder `"suffix"` drafts from the text alone.
@@ -58,15 +59,14 @@ class WeaverModel(PreTrainedModel):
 
     def __init__(self, config: WeaverConfig) -> None:
         super().__init__(config)
-        self.tree_config = TreeConfig(**config.tree_config)
+        self._trees = {None: TreeConfig(**config.tree_config)}
         self.stats: GenerationStats | None = None
         self.planted_acceptance: float | None = None
         self._target: weakref.ref[PreTrainedModel] | None = None
-        self._pushes_door = False
         self.drafter = BlockDrafter(config) if config.num_hidden_layers else None
         self.adapter: TopKAdapter | None = None
         self._fold = False
-        self._tables: FoldedTables | None = None
+        self._tables: tuple[str | None, FoldedTables] | None = None
         if config.adapter is not None:
             geometry = AdapterConfig.from_dict(config.adapter)
             assert config.hidden_size is not None, "the config has a drafter, and says so"
@@ -74,6 +74,7 @@ class WeaverModel(PreTrainedModel):
             if geometry.dtype is not None:  # not the drafter's: loading must not round it to that
                 self._keep_in_fp32_modules_strict = {"adapter"}
         self.post_init()
+        self._watch_peft()
 
     # ---- the target --------------------------------------------------------------------------------------------------
 
@@ -248,7 +249,7 @@ class WeaverModel(PreTrainedModel):
             return None
         length = 0 if cache is None else cache.get_seq_length()
         owner, kept = getattr(cache, _CONTEXT, (None, DrafterContext([])))
-        if length and owner == id(self) and kept.cache_length == length:
+        if length and owner == (id(self), self.peft_adapter) and kept.cache_length == length:
             return kept
         if length:
             logger.info("The drafter did not see the %d tokens in this cache; it starts at the new suffix.", length)
@@ -259,7 +260,7 @@ class WeaverModel(PreTrainedModel):
         if cache is not None and context is not None:
             self.read_taps(context, taps)
             context.cache_length = cache.get_seq_length()
-            setattr(cache, _CONTEXT, (id(self), context))
+            setattr(cache, _CONTEXT, ((id(self), self.peft_adapter), context))
 
     @torch.no_grad()
     def read_taps(self, context: DrafterContext, taps: TapStates | None) -> None:
@@ -300,11 +301,6 @@ class WeaverModel(PreTrainedModel):
         return DraftBlock(hidden, token_ids, logits.gather(-1, token_ids), log_probs, known)
 
     # ---- the adapter -------------------------------------------------------------------------------------------------
-
-    @property
-    def has_adapter(self) -> bool:
-        """Whether there is an adapter with weights; not one that is only declared."""
-        return self.adapter is not None and self.config.adapter_initialized
 
     def init_adapter(self, config: AdapterConfig, weights: dict[str, Tensor] | None = None) -> "WeaverModel":
         """Put an adapter beside the drafter, in place of any other and its fits, and make `"weaver"` the builder.
@@ -379,9 +375,10 @@ class WeaverModel(PreTrainedModel):
                 "Call that, or set another builder.",
             )
         embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
-        if self._fold and self._tables is None:
-            self._tables = FoldedTables.build(adapter, embedding, head)
-        return AdapterScorer(adapter, embedding, head, block, taps.final_hidden[:, -1], rule, self._tables)
+        if self._fold and (self._tables is None or self._tables[0] != self.peft_adapter):
+            self._tables = self.peft_adapter, FoldedTables.build(adapter, embedding, head)
+        tables = None if self._tables is None else self._tables[1]
+        return AdapterScorer(adapter, embedding, head, block, taps.final_hidden[:, -1], rule, tables)
 
     @property
     def device(self) -> torch.device:
@@ -403,42 +400,43 @@ class WeaverModel(PreTrainedModel):
         """Write `config.json` (with the current `tree_config`) and `model.safetensors`, in transformers' format.
 
         Drafter and adapter are in the one file, each in its own dtype; an adapter that is only declared is left out.
+        With a PEFT adapter in use, that one alone is written, in PEFT's format.
 
         Args:
             save_directory: the folder.
-            kwargs: transformers' own, and `custom_generate=True` for `custom_generate/generate.py` beside them, so that
-                `model.generate(..., custom_generate=folder, trust_remote_code=True)` decodes with this Weaver.
+            kwargs: transformers' own, and `custom_generate=True` for what `model.generate(..., custom_generate=folder,
+                trust_remote_code=True)` runs to decode with this Weaver.
         """
-        with_door = kwargs.pop("custom_generate", self._pushes_door)
+        with_door = kwargs.pop("custom_generate", False)
+        push = kwargs.pop("push_to_hub", False)
+        repo_id = kwargs.pop("repo_id", Path(save_directory).name)
+        of_push = {name: kwargs.pop(name) for name in PUSH_OPTIONS if name in kwargs}
+        of_both = {name: kwargs[name] for name in ("token", "max_shard_size") if name in kwargs}
+        if self.__dict__.get("peft_config"):
+            self._save_peft(save_directory)
+        else:
+            self._save_whole(save_directory, **kwargs)
+        if with_door:
+            write_door(save_directory)
+        if push:
+            self.push_to_hub(repo_id, custom_generate=with_door, **of_push, **of_both)
+
+    def _save_whole(self, folder: str | Path, **kwargs: Any) -> None:
         self.config.tree_config = asdict(self.tree_config)
-        if self.adapter is not None:
+        if self.adapter is not None and self.config.adapter is not None:
             dtype = self.adapter.out_norm.weight.dtype
             self.config.adapter["dtype"] = None if dtype == self.dtype else str(dtype).removeprefix("torch.")
             if not self.config.adapter_initialized and kwargs.get("state_dict") is None:
                 kwargs["state_dict"] = {k: v for k, v in self.state_dict().items() if not k.startswith("adapter.")}
-        push = kwargs.pop("push_to_hub", False)
-        repo_id = kwargs.pop("repo_id", Path(save_directory).name)
-        of_push = {name: kwargs.pop(name) for name in _PUSH if name in kwargs}
-        of_both = {name: kwargs[name] for name in ("token", "max_shard_size") if name in kwargs}
         # transformers would give tensors that were read from another format their old names back.
-        super().save_pretrained(save_directory, save_original_format=False, **kwargs)
+        super().save_pretrained(folder, save_original_format=False, **kwargs)
         if next(self.parameters(), None) is None:
             # transformers writes no file for no tensors; an empty one keeps loading uniform and strict.
-            save_file({}, Path(save_directory) / "model.safetensors", metadata={"format": "pt"})
-        if with_door:
-            write_door(save_directory)
-        if push:  # after the files above, which transformers' own push would miss
-            self.push_to_hub(repo_id, custom_generate=with_door, **of_push, **of_both)
+            save_file({}, Path(folder) / "model.safetensors", metadata={"format": "pt"})
 
-    def push_to_hub(self, repo_id: str, *, custom_generate: bool = False, **kwargs: Any) -> str:
-        """Upload what `save_pretrained` writes; `custom_generate=True` adds that layout and the Hub's tag for it."""
-        if custom_generate:
-            kwargs["tags"] = [*(kwargs.get("tags") or []), "custom_generate"]
-        self._pushes_door = custom_generate  # transformers' push saves without arguments of ours
-        try:
-            return super().push_to_hub(repo_id, **kwargs)
-        finally:
-            self._pushes_door = False
+    def push_to_hub(self, repo_id: str, **options: Any) -> str:
+        """Upload weights, config, tokenizer and a card of facts; options and errors are those of `hub.push`."""
+        return push(self, repo_id, **options)
 
     @classmethod
     def from_pretrained(
@@ -465,6 +463,12 @@ class WeaverModel(PreTrainedModel):
                 "Call `WeaverModel.from_pretrained(drafter, adapter=...)`.",
             )
         wants_info = kwargs.pop("output_loading_info", False)
+        # transformers' AutoModel has resolved a PEFT folder to its base already.
+        given = (kwargs.pop("adapter_kwargs", None) or {}).get("_adapter_model_path")
+        if kwargs.get("config") is None or given is not None:
+            with_peft = load_folder(cls, str(given or name), name if given else None, {**kwargs, "adapter": adapter})
+            if with_peft is not None:
+                return (with_peft, {}) if wants_info else with_peft
         kwargs.pop("ignore_mismatched_sizes", None)  # loading is strict
         ignored: list[str] = []
         if kwargs.get("config") is None:

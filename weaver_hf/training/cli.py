@@ -1,26 +1,36 @@
 """`weaver-hf train data`, `drafter` and `adapter`."""
 
+import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 import typer
+from huggingface_hub import try_to_load_from_cache
 from rich.console import Console
 from rich.progress import track
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..configuration_weaver import AdapterConfig, TreeConfig, WeaverConfig
 from ..modeling_weaver import WeaverModel
+from ..peft_weaver import ADAPTER_TARGETS, DRAFTER_TARGETS, add_adapter_part, add_lora
 from ..tiny import TARGET
 from .adapter import AdapterTrainConfig, PoolLossConfig
 from .adapter import train as run_adapter
 from .blocks import LossConfig
-from .data import DataConfig, load_data, make_data, read_documents
+from .data import DataConfig, Sequences, describe_data, load_data, make_data, read_documents
 from .drafter import DrafterTrainConfig
 from .drafter import train as run
 
 app = typer.Typer(help="Train drafters and adapters for a target.", no_args_is_help=True)
 
+LORA_RANK = 16
+
+LoraOption = Annotated[
+    bool, typer.Option("--lora", help="Train a PEFT adapter over the artifact, which stays as it is.")
+]
+RankOption = Annotated[int | None, typer.Option(min=1, help=f"Of --lora. [{LORA_RANK}]")]
+AlphaOption = Annotated[float | None, typer.Option(help="Of --lora: updates are scaled by alpha / rank. [2 * rank]")]
 OptimizerOption = Annotated[Literal["muon", "adamw"], typer.Option(help="muon: for matrices, with AdamW for the rest.")]
 TargetOption = Annotated[str, typer.Option(help="Target: a local folder or a Hub id.")]
 
@@ -32,10 +42,32 @@ def load_target(name: str) -> tuple[Any, Any]:
     return model, AutoTokenizer.from_pretrained(name)
 
 
+def cached_commit(name: str) -> str | None:
+    """The commit of a Hub id that was just loaded, from where the Hub's cache has it; None for a local folder."""
+    path = None if Path(name).exists() else try_to_load_from_cache(name, "config.json")
+    return Path(path).parent.name if isinstance(path, str) else None
+
+
 def for_device(model: Any) -> dict[str, Any]:
     """Settings of `TrainConfig` that depend on where a model is."""
     on_gpu = model.device.type == "cuda"
     return {"mixed_precision": "bf16" if on_gpu else "no", "compile": on_gpu}
+
+
+def read_data(folders: list[Path], tokenizer: Any, weaver: WeaverModel, out: Path) -> Sequences:
+    """The data of a run; what it is goes into the run's folder, where `weaver-hf push` reads it."""
+    read = load_data(folders, tokenizer, weaver.config.block_size)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "train_data.json").write_text(json.dumps(describe_data(folders), indent=1) + "\n", encoding="utf-8")
+    return read
+
+
+def lora_numbers(lora: bool, rank: int | None, alpha: float | None) -> tuple[int, float]:
+    """Rank and alpha of LoRA; either of them without `--lora` is an error."""
+    if not lora and (rank, alpha) != (None, None):
+        raise typer.BadParameter("is a setting of --lora, which is not given", param_hint="--lora-rank, --lora-alpha")
+    rank = rank or LORA_RANK
+    return rank, alpha or 2.0 * rank
 
 
 @app.command()
@@ -81,6 +113,9 @@ def drafter(
     out: Annotated[Path, typer.Option(help="Folder of the artifact; a started run there is resumed.")],
     target: TargetOption = str(TARGET),
     init: Annotated[str | None, typer.Option(help="Go on from this artifact (ours or a published one).")] = None,
+    lora: LoraOption = False,
+    lora_rank: RankOption = None,
+    lora_alpha: AlphaOption = None,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the drafter.")] = 3,
     block_size: Annotated[int, typer.Option(min=2, help="Slots of a block, the anchor's included.")] = 16,
     taps: Annotated[list[int] | None, typer.Option(help="Tapped target layers. [spread over the target]")] = None,
@@ -105,6 +140,9 @@ def drafter(
 
     [dim]Example:[/] weaver-hf train drafter --data data --out drafter --taps 1 --taps 3 --taps 5 --taps 6
     """
+    rank, alpha = lora_numbers(lora, lora_rank, lora_alpha)
+    if lora and init is None:
+        raise typer.BadParameter("needs a trained drafter to lie over; name it as --init", param_hint="--lora")
     model, tokenizer = load_target(target)
     text = model.config.get_text_config()
     count = text.num_hidden_layers
@@ -115,7 +153,17 @@ def drafter(
     torch.manual_seed(seed)
     if init is not None:
         weaver = WeaverModel.from_pretrained(init)
+        if weaver.drafter is None:
+            raise typer.BadParameter("the artifact has no drafter", param_hint="--init")
+        if lora and weaver.peft_adapter is None:
+            add_lora(weaver, DRAFTER_TARGETS, rank, alpha).revision = cached_commit(init)
+        elif weaver.peft_adapter is not None:
+            raise typer.BadParameter(
+                f"{init} is a PEFT folder; `weaver-hf convert` merges it into an artifact", param_hint="--init"
+            )
     else:
+        # The shape of an adapter that can come later: a PEFT folder brings its weights.
+        geometry = adapter_geometry(text, block_size)
         weaver = WeaverModel(
             WeaverConfig(
                 vocab_size=text.vocab_size,
@@ -132,7 +180,10 @@ def drafter(
                 intermediate_size=intermediate_size or text.intermediate_size,
                 rope_theta=10000.0,
                 tree_config=TreeConfig(builder="marginal"),
+                adapter=geometry,
+                adapter_initialized=False,
                 base_model_name_or_path=None if Path(target).exists() else target,
+                base_model_revision=cached_commit(target),
                 eos_token_id=text.eos_token_id,
                 pad_token_id=text.pad_token_id,
             )
@@ -149,7 +200,30 @@ def drafter(
         **for_device(model),
         loss=LossConfig(weighting=weighting, gamma=gamma, soft=soft),
     )
-    run(model, weaver, load_data(data, tokenizer, block_size), out, config, text.pad_token_id or 0)
+    run(model, weaver, read_data(data, tokenizer, weaver, out), out, config, text.pad_token_id or 0)
+
+
+def adapter_geometry(
+    text: Any,
+    block_size: int,
+    generation: str | None = None,
+    rank: int | None = None,
+    layers: int | None = None,
+    heads: int | None = None,
+    mlp_dim: int | None = None,
+    pool_size: int | None = None,
+) -> AdapterConfig:
+    """The geometry that is trained where nothing else is asked for, for a target's text config."""
+    rank = rank or min(text.hidden_size, 2048)
+    return AdapterConfig(
+        generation=generation or "rope",
+        rank=rank,
+        num_layers=layers or 1,
+        num_heads=heads or max(rank // 64, 1),
+        mlp_dim=mlp_dim or rank,
+        max_depth=block_size - 1,
+        pool_size=pool_size or min(512, text.vocab_size),
+    )
 
 
 @app.command()
@@ -158,6 +232,9 @@ def adapter(
     data: Annotated[list[Path], typer.Option(help="Data set of `weaver-hf train data`; can be given several times.")],
     out: Annotated[Path, typer.Option(help="Folder of the artifact; a started run there is resumed.")],
     target: TargetOption = str(TARGET),
+    lora: LoraOption = False,
+    lora_rank: RankOption = None,
+    lora_alpha: AlphaOption = None,
     generation: Annotated[
         str | None, typer.Option(help="rope (rotary positions, SwiGLU) or learned (the paper's). [rope]")
     ] = None,
@@ -178,40 +255,52 @@ def adapter(
 ) -> None:
     """Train Weaver's adapter for a frozen target and drafter. Goes on from the drafter's own adapter if it has one.
 
+    With --lora: LoRA on the adapter that the drafter has; where it only declares one, or is a PEFT folder itself, the
+    whole adapter, saved beside that folder's LoRA.
+
     [dim]Example:[/] weaver-hf train adapter --drafter drafter --data data --out weaver --pool-size 256
     """
+    lora_width, alpha = lora_numbers(lora, lora_rank, lora_alpha)
     model, tokenizer = load_target(target)
     torch.manual_seed(seed)
     weaver = WeaverModel.from_pretrained(drafter).float()
     if weaver.drafter is None:
         raise typer.BadParameter("the artifact has no drafter", param_hint="--drafter")
-    if weaver.adapter is not None and weaver.has_adapter:
-        asked = {
-            "generation": generation,
-            "rank": rank,
-            "num_layers": layers,
-            "num_heads": heads,
-            "mlp_dim": mlp_dim,
-            "pool_size": pool_size,
-        }
+    if not lora and weaver.peft_adapter is not None:
+        raise typer.BadParameter(
+            f"{drafter} is a PEFT folder: train with --lora, or merge it first with `weaver-hf convert`",
+            param_hint="--drafter",
+        )
+    if lora and weaver.adapter is None:
+        raise typer.BadParameter(
+            f"{drafter} declares no adapter, so nothing could load its weights from a PEFT folder: load the drafter, "
+            "call `weaver.declare_adapter(AdapterConfig(...))` and save it",
+            param_hint="--drafter",
+        )
+    text = model.config.get_text_config()
+    asked = {
+        "generation": generation,
+        "rank": rank,
+        "num_layers": layers,
+        "num_heads": heads,
+        "mlp_dim": mlp_dim,
+        "pool_size": pool_size,
+    }
+    if weaver.adapter is not None and (lora or weaver.has_adapter):
         for name, value in asked.items():
             if value not in (None, getattr(weaver.adapter.config, name)):
                 raise typer.BadParameter(
                     f"{name} {value} beside the adapter of {drafter}, which has {getattr(weaver.adapter.config, name)} "
                     "and is trained on; leave it out, or name a drafter without an adapter"
                 )
+        if lora and weaver.has_adapter and weaver.peft_adapter is None:
+            add_lora(weaver, ADAPTER_TARGETS, lora_width, alpha).revision = cached_commit(drafter)
+        elif lora:
+            add_adapter_part(weaver)
     else:
-        rank = rank or min(model.config.get_text_config().hidden_size, 2048)
-        geometry = AdapterConfig(
-            generation=generation or "rope",
-            rank=rank,
-            num_layers=layers or 1,
-            num_heads=heads or max(rank // 64, 1),
-            mlp_dim=mlp_dim or rank,
-            max_depth=weaver.config.block_size - 1,
-            pool_size=pool_size or 512,
+        weaver.init_adapter(
+            adapter_geometry(text, weaver.config.block_size, generation, rank, layers, heads, mlp_dim, pool_size)
         )
-        weaver.init_adapter(geometry)
     config = AdapterTrainConfig(
         anchors=anchors,
         batch_size=batch_size,
@@ -224,5 +313,4 @@ def adapter(
         **for_device(model),
         loss=PoolLossConfig(kind=loss),
     )
-    read = load_data(data, tokenizer, weaver.config.block_size)
-    run_adapter(model, weaver, read, out, config, model.config.get_text_config().pad_token_id or 0)
+    run_adapter(model, weaver, read_data(data, tokenizer, weaver, out), out, config, text.pad_token_id or 0)

@@ -21,7 +21,15 @@ from torch import Tensor
 from ..bench.harness import load_prompts, loop_onset
 from ..errors import WeaverError
 
-__all__ = ["DataConfig", "TrainingDataError", "load_data", "make_data", "read_documents", "tokenizer_fingerprint"]
+__all__ = [
+    "DataConfig",
+    "TrainingDataError",
+    "describe_data",
+    "load_data",
+    "make_data",
+    "read_documents",
+    "tokenizer_fingerprint",
+]
 
 ANSWER = "<|im_start|>assistant\n"  # opens an answer in ChatML
 OVERLAP = 13  # a prompt that shares this many tokens in a row with a bench prompt is dropped
@@ -354,3 +362,14 @@ def load_data(folders: Sequence[Path], tokenizer: Any, block_size: int) -> Seque
         prompt_lengths=joined["prompt_lengths"][order],
         temperatures=joined["temperatures"][order],
     )
+
+
+def describe_data(folders: Sequence[Path]) -> list[dict[str, Any]]:
+    """What a run was trained on, for its record: each data set's name, `data.json`, and what its shards hold."""
+    facts = []
+    for folder in folders:
+        lengths = [load_file(shard)["lengths"] for shard in sorted(folder.glob("shard-*.safetensors"))]
+        counts = {"sequences": sum(map(len, lengths)), "tokens": sum(int(part.sum()) for part in lengths)}
+        described = json.loads((folder / "data.json").read_text(encoding="utf-8"))
+        facts.append({"folder": folder.name, **described, **counts})
+    return facts
