@@ -213,6 +213,8 @@ class WeaverConfig(PreTrainedConfig):
             so that PEFT finds the module to put trained weights into; builder `"weaver"` refuses it.
         tree_config: fields of `TreeConfig`; with an adapter the default builder is `"weaver"`.
         base_model_name_or_path: Hub id or path of the target that the artifact was made for.
+        probe: what `weaver-hf doctor --record` found of it: the acceptance on a short probe, and what identifies target
+            and tokenizer; later examinations compare themselves with it.
         bos_token_id, eos_token_id, pad_token_id: the target's, which transformers' pipelines compare.
     """
 
@@ -241,6 +243,7 @@ class WeaverConfig(PreTrainedConfig):
         adapter_initialized: bool = True,
         tree_config: dict[str, Any] | TreeConfig | None = None,
         base_model_name_or_path: str | None = None,
+        probe: dict[str, Any] | None = None,
         bos_token_id: int | None = None,
         eos_token_id: int | list[int] | None = None,
         pad_token_id: int | None = None,
@@ -269,6 +272,7 @@ class WeaverConfig(PreTrainedConfig):
         if adapter is not None and adapter_initialized:
             self.tree_config.setdefault("builder", "weaver")
         self.base_model_name_or_path = base_model_name_or_path
+        self.probe = probe
         self.bos_token_id = bos_token_id
         self.eos_token_id = eos_token_id
         self.pad_token_id = pad_token_id
