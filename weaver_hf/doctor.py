@@ -258,13 +258,13 @@ def check_setup(case: Case) -> list[Finding]:
         findings.append(Finding(name, "fault", f"{was} ({gain})", better, fix))
         before = setup
     tried: dict[str, list[float]] = {}
-    for name, setup in neighbours(case.target, case.tokenizer, case.repaired):
-        tried.setdefault(name, []).append(case.probe.scores(setup).mean)
-    best = case.probe.scores(case.repaired).mean
     wrong = {name for name, _, _ in case.repairs}
-    for name, means in tried.items():
+    for name, setup in neighbours(case.target, case.tokenizer, case.repaired):
         if name not in wrong and name != "dtype":  # of which `check_dtype` speaks
-            findings.append(Finding(name, "ok", f"{best:.2f} accepted a step; {max(means):.2f} with the best other"))
+            tried.setdefault(name, []).append(case.probe.scores(setup).mean)
+    best = case.probe.scores(case.repaired).mean
+    for name, means in tried.items():
+        findings.append(Finding(name, "ok", f"{best:.2f} accepted a step; {max(means):.2f} with the best other"))
     return findings
 
 
@@ -463,4 +463,4 @@ def record(report: Report, folder: Path) -> None:
         fix = "Correct what the findings say, and examine it again."
         raise CheckpointError("a Weaver that is not healthy, or has no drafter", "one whose acceptance is known", fix)
     described["probe"] = {"accepted": round(report.accepted, 4), **report.identity}
-    path.write_text(json.dumps(described, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(dict(sorted(described.items())), indent=2) + "\n", encoding="utf-8")

@@ -53,8 +53,8 @@ QUESTIONS = (
     "Describe how to make a pot of tea, step by step.",
 )
 NEW_TOKENS = 64
-TEMPERATURES = (0.0, 1.0)
-BLOCKS = 8  # of each text
+TEMPERATURES = (0.0, 0.7, 1.0)
+BLOCKS = 6  # of each text
 NEAR = 8  # depths whose likelihoods are compared
 ROPE_BASES = (1e4, 5e5, 1e6, 1e7)  # of published targets
 MOST_MASKS = 40  # candidates that are tried
@@ -134,11 +134,12 @@ class Scores:
         return float(self.accepted.mean())
 
     def clearly_better_than(self, other: "Scores") -> bool:
-        """More tokens accepted, and both smooth measures higher by some standard errors.
+        """No fewer tokens accepted, more expected, and both smooth measures higher by some standard errors.
 
         Of the two, likelihood alone would reward doubt, and expected acceptance alone sharpness.
         """
-        return self.mean > LEAST_GAIN * other.mean and all(
+        gains = self.mean >= other.mean and float(self.expected.mean()) > LEAST_GAIN * float(other.expected.mean())
+        return gains and all(
             errors(mine - theirs, self.texts) > STANDARD_ERRORS
             for mine, theirs in ((self.expected, other.expected), (self.log_q, other.log_q))
         )
@@ -211,7 +212,7 @@ class Probe:
         """The target on every text, all layers kept that the drafter could be meant to read."""
         target, depths = self.target, self.weaver.config.block_size - 1
         count = target.config.get_text_config().num_hidden_layers
-        near = {tap + shift for tap in self.declared.taps for shift in (-1, 0, 1)}
+        near = {tap + shift for tap in self.declared.taps for shift in (-2, -1, 0, 1, 2)}  # a repair's neighbours too
         kept = sorted(near & set(range(count)))
         sink = TapSink(family_of(target).decoder_of(target), kept, target.device)
         passes = []
@@ -257,7 +258,8 @@ class Probe:
     @torch.no_grad()
     def adapter_scores(self, setup: Setup, pool: int) -> Scores:
         """The same for the adapter's best tokens of the drafter's `pool` best; likelihoods within the pool."""
-        adapter, dtype, parts = self.weaver.adapter, self.target.dtype, []
+        adapter, dtype = self.weaver.adapter, self.target.dtype
+        parts: list[tuple[Tensor, Tensor, Tensor]] = []
         assert adapter is not None
         for passed, hidden, logits in self.drafts(setup):
             raw, ids = logits.topk(pool, -1)
@@ -312,7 +314,7 @@ def rendered(tokenizer: Any, question: str, **options: Any) -> str:
 
 
 def write_text(target: Any, prompts: Sequence[list[int]], max_new_tokens: int = NEW_TOKENS) -> Sequences:
-    """What the target writes to each prompt, greedily (up to where it starts to loop) and drawn at temperature 1.
+    """What the target writes to each prompt, greedily (up to where it starts to loop) and drawn at 0.7 and 1.
 
     torch's generators are as before afterwards.
     """
