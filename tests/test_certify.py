@@ -11,13 +11,13 @@ from weaver_hf.certify import Text, TextError, certify, read_texts, replay, writ
 from weaver_hf.errors import EmptyPromptError
 from weaver_kernels import reference
 
-TOKENS = 24
+TOKENS = 16
 
 
 @pytest.fixture(scope="module")
 def prompts(trio):
     tokenizer = trio[1]
-    return [tokenizer(prompt.prompt).input_ids for prompt in load_prompts(["humaneval", "prose"], 1)]
+    return [tokenizer(prompt.prompt).input_ids for prompt in load_prompts(["gsm8k"], 1)]
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_kv_rows_from_a_wrong_slot_are_found(trio, prompts, monkeypatch):
     kv_heads = trio[0].config.num_key_value_heads
 
     def fault(right, x, path):
-        return right(x, path.roll(1, -1)) if x.shape[1] == kv_heads else right(x, path)
+        return right(x, (path + 1) % x.shape[2] if x.shape[1] == kv_heads else path)
 
     plant(monkeypatch, "gather_nodes", fault)
     assert found(trio, prompts)

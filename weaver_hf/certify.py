@@ -1,7 +1,7 @@
 """`weaver-hf certify`: is a text that was written with trees the one that stock code writes?
 
-A text is replayed token by token in stock code, along itself, so that one difference does not hide what comes after it:
-at each place stock's own choice and logits are known. What stock's prefill of the same text says there is the yardstick:
+A text is replayed token by token in stock code, along itself, so that one difference does not hide what comes after:
+at each place stock's own choice and logits are known. What stock's prefill of the same text says there is the measure:
 two ways through the same stock code round differently too, and no way through ours is asked to be closer.
 """
 
@@ -53,7 +53,7 @@ class Replay:
 
     Attributes:
         prompt_ids, output_ids: the text.
-        first: index of the first token that stock would not have chosen after the tokens before it; None: there is none.
+        first: index of the first token that stock would not have chosen behind those before it; None: none.
         gap: how much larger stock's logit of its own choice is there.
         allowed_gap: the gap up to which rounding explains a difference.
         differences: tokens that stock would not have chosen.

@@ -7,8 +7,8 @@ import torch
 import typer
 from rich.console import Console
 from rich.progress import track
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ..cli_common import JsonOption, TargetOption, load_target, write_json
 from ..configuration_weaver import AdapterConfig, TreeConfig, WeaverConfig
 from ..modeling_weaver import WeaverModel
 from ..tiny import TARGET
@@ -22,14 +22,12 @@ from .drafter import train as run
 app = typer.Typer(help="Train drafters and adapters for a target.", no_args_is_help=True)
 
 OptimizerOption = Annotated[Literal["muon", "adamw"], typer.Option(help="muon: for matrices, with AdamW for the rest.")]
-TargetOption = Annotated[str, typer.Option(help="Target: a local folder or a Hub id.")]
 
 
-def load_target(name: str) -> tuple[Any, Any]:
+def load_frozen(name: str) -> tuple[Any, Any]:
     """A target in its checkpoint's dtype, on the GPU where there is one, and its tokenizer."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto").to(device)
-    return model, AutoTokenizer.from_pretrained(name)
+    model, tokenizer = load_target(name, dtype="auto", device_map=None)
+    return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
 
 
 def for_device(model: Any) -> dict[str, Any]:
@@ -49,12 +47,13 @@ def data(
     own_share: Annotated[float, typer.Option(min=0, max=1, help="Prompts that the target writes itself.")] = 0.7,
     ask_share: Annotated[float, typer.Option(min=0, max=1, help="Prompts of plain text asked as a user's turn.")] = 0.4,
     seed: Annotated[int, typer.Option()] = 0,
+    output: JsonOption = None,
 ) -> None:
     """Cut prompts from text and let the target complete them, at temperatures 1, 0.7 and 0.
 
     [dim]Example:[/] weaver-hf train data corpus.txt.xz --out data --sequences 32768
     """
-    model, tokenizer = load_target(target)
+    model, tokenizer = load_frozen(target)
     config = DataConfig(
         sequences=sequences,
         max_new_tokens=max_new_tokens,
@@ -73,6 +72,7 @@ def data(
         lambda items, total: track(items, "batches", total=total, console=console),
     )
     console.print(f"{sequences} sequences in {out}; {facts['prompts_dropped_for_overlap']} prompts dropped for overlap")
+    write_json({"folder": str(out), **facts}, output, console)
 
 
 @app.command()
@@ -100,12 +100,13 @@ def drafter(
     soft: Annotated[float, typer.Option(min=0, max=1, help="Share of the loss towards the whole distribution.")] = 1.0,
     max_seconds: Annotated[float | None, typer.Option(help="End the run by then.")] = None,
     seed: Annotated[int, typer.Option()] = 0,
+    output: JsonOption = None,
 ) -> None:
     """Train a DFlash block drafter for a frozen target. Several GPUs: `accelerate launch -m weaver_hf ...`.
 
     [dim]Example:[/] weaver-hf train drafter --data data --out drafter --taps 1 --taps 3 --taps 5 --taps 6
     """
-    model, tokenizer = load_target(target)
+    model, tokenizer = load_frozen(target)
     text = model.config.get_text_config()
     count = text.num_hidden_layers
     if mask_token_id is None:
@@ -149,7 +150,8 @@ def drafter(
         **for_device(model),
         loss=LossConfig(weighting=weighting, gamma=gamma, soft=soft),
     )
-    run(model, weaver, load_data(data, tokenizer, block_size), out, config, text.pad_token_id or 0)
+    last = run(model, weaver, load_data(data, tokenizer, block_size), out, config, text.pad_token_id or 0)
+    write_json({"folder": str(out), **last}, output, Console(stderr=True))
 
 
 @app.command()
@@ -175,12 +177,13 @@ def adapter(
     loss: Annotated[Literal["lk", "alpha", "kl", "ce"], typer.Option(help="alpha: -log α.")] = "lk",
     max_seconds: Annotated[float | None, typer.Option(help="End the run by then.")] = None,
     seed: Annotated[int, typer.Option()] = 0,
+    output: JsonOption = None,
 ) -> None:
     """Train Weaver's adapter for a frozen target and drafter. Goes on from the drafter's own adapter if it has one.
 
     [dim]Example:[/] weaver-hf train adapter --drafter drafter --data data --out weaver --pool-size 256
     """
-    model, tokenizer = load_target(target)
+    model, tokenizer = load_frozen(target)
     torch.manual_seed(seed)
     weaver = WeaverModel.from_pretrained(drafter).float()
     if weaver.drafter is None:
@@ -225,4 +228,5 @@ def adapter(
         loss=PoolLossConfig(kind=loss),
     )
     read = load_data(data, tokenizer, weaver.config.block_size)
-    run_adapter(model, weaver, read, out, config, model.config.get_text_config().pad_token_id or 0)
+    last = run_adapter(model, weaver, read, out, config, model.config.get_text_config().pad_token_id or 0)
+    write_json({"folder": str(out), **last}, output, Console(stderr=True))

@@ -70,13 +70,20 @@ def read_documents(paths: Sequence[Path]) -> list[str]:
     """Documents of text files (`.xz` is unpacked), separated by NUL characters.
 
     Raises:
-        TrainingDataError: no text in them.
+        TrainingDataError: no text in them, or something else than text.
     """
     documents = []
     for path in paths:
         raw = path.read_bytes()
-        raw = lzma.decompress(raw) if path.suffix == ".xz" else raw
-        documents += [document for document in raw.decode("utf-8").split("\0") if document.strip()]
+        try:
+            text = (lzma.decompress(raw) if path.suffix == ".xz" else raw).decode("utf-8")
+        except (lzma.LZMAError, UnicodeDecodeError) as error:
+            raise TrainingDataError(
+                f"a file {path} that is no text ({error})",
+                "UTF-8 text, packed where it ends in .xz",
+                "Give other files.",
+            ) from error
+        documents += [document for document in text.split("\0") if document.strip()]
     if not documents:
         raise TrainingDataError(
             f"no text in {', '.join(map(str, paths))}",
