@@ -44,9 +44,9 @@ def load_target(target: str, **options: Any) -> tuple[Any, Any]:
         return model, AutoTokenizer.from_pretrained(target)
     except ValueError as error:  # transformers' own words for a folder that holds something else
         raise CheckpointError(
-            f"no causal language model in {target} ({error})",
+            f"no causal language model in {target} ({str(error).splitlines()[0]})",
             "a folder or Hub id that AutoModelForCausalLM loads",
-            "Pass the target as --target and the Weaver as --weaver.",
+            "Pass the target here, and the Weaver in its own place.",
         ) from error
 
 

@@ -301,6 +301,13 @@ class WeaverConfig(PreTrainedConfig):
                 "all fields of its geometry",
                 "Add them to config.json.",
             )
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        if heads % groups or self.head_dim % 2:
+            raise CheckpointError(
+                f"{heads} attention heads of width {self.head_dim} over {groups} key/value heads",
+                "a multiple of the key/value heads, of an even width",
+                "Correct the drafter's geometry.",
+            )
         known = {"full_attention", "sliding_attention"}
         if len(self.layer_types) != self.num_hidden_layers or not known.issuperset(self.layer_types):
             raise CheckpointError(

@@ -336,7 +336,12 @@ def load_data(folders: Sequence[Path], tokenizer: Any, block_size: int) -> Seque
             raise TrainingDataError(
                 f"no data set in {folder}", "data.json and shards of `weaver-hf train data`", "Make the data first."
             )
-        fingerprint = json.loads(described.read_text())["tokenizer"]
+        try:
+            fingerprint = json.loads(described.read_text())["tokenizer"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise TrainingDataError(
+                f"a damaged {described} ({error!r})", "what `weaver-hf train data` wrote", "Make the data again."
+            ) from error
         if fingerprint != mine:
             raise TrainingDataError(
                 f"data of the tokenizer {fingerprint[:12]} in {folder}",
