@@ -252,6 +252,7 @@ def test_a_forward_of_another_library_is_found_and_named(case_of, shared, monkey
 def test_the_trio_is_healthy_and_is_left_as_it_was(trio, shared, monkeypatch):
     monkeypatch.setattr(probe, "BLOCKS", 3)
     target, tokenizer, weaver = trio
+    monkeypatch.setitem(weaver.config.probe, "accepted", None)  # is of the whole probe: `test_cli` runs that
     before = (weaver.stats, weaver.tree_config, weaver.training)
     report = examine(target, tokenizer, weaver, text=shared[2])
     assert report.healthy, report.findings
