@@ -83,6 +83,9 @@ def test_bench_writes_a_table_and_json(tmp_path):
         (["demo", "--prompt", "", "--raw"], "a prompt of 0 tokens"),
         (["demo", "--budget", "-1"], "at least 0"),
         (["bench", "--domain", "poetry"], "poetry"),
+        (["train", "drafter", "--data", "x", "--out", "x", "--heads", "3", "--kv-heads", "2"], "3 attention heads"),
+        (["doctor", str(WEAVER)], "no causal language model"),
+        (["certify", "--text", "/no/such/file"], "/no/such/file"),
         (["convert", str(TARGET), "/no/such/folder"], "model_type 'weaver'"),
         (["bench", "--builder", "oak", "--prompts", "1", "--domain", "math", "--max-new-tokens", "2"], "builder 'oak'"),
         (
@@ -109,6 +112,9 @@ def test_bench_writes_a_table_and_json(tmp_path):
         "empty-prompt",
         "budget",
         "domain",
+        "heads",
+        "doctor",
+        "certify",
         "convert-a-target",
         "builder",
         "acceptance",
@@ -121,11 +127,50 @@ def test_a_users_error_is_a_message_and_no_traceback(monkeypatch, capsys, argume
     assert "Traceback" not in printed.err
 
 
-@pytest.mark.parametrize("command", [[], ["demo"], ["bench"], ["convert"]])
-def test_help_has_an_example(monkeypatch, capsys, command):
+COMMANDS = [
+    *(["demo"], ["bench"], ["convert"], ["doctor"], ["certify"]),
+    *(["train", "data"], ["train", "drafter"], ["train", "adapter"]),
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_has_help_with_an_example_and_json(monkeypatch, capsys, command):
     code, printed = inside(monkeypatch, capsys, *command, "--help")
     assert code == 0
-    assert not command or "Example:" in printed.out
+    assert "Example:" in printed.out
+    assert "--json" in printed.out
+
+
+def test_certify_replays_what_it_wrote_and_finds_a_changed_token(monkeypatch, capsys, tmp_path):
+    saved = tmp_path / "texts.json"
+    options = ["--prompt", "Once upon a time", "--max-new-tokens", "6"]
+    code, printed = inside(monkeypatch, capsys, "certify", *options, "--json", str(saved))
+    assert code == 0, printed.err
+    assert "identical" in printed.out
+    data = json.loads(saved.read_text())
+    data["texts"][0]["output_ids"][3] = 300
+    saved.write_text(json.dumps(data))
+    code, printed = inside(monkeypatch, capsys, "certify", "--text", str(saved), "--json", "-")
+    assert code == 1
+    assert json.loads(printed.out)["texts"][0]["first"] == 3
+    assert "NOT the target's text" in printed.err
+
+
+def test_doctor_names_an_artifact_that_does_not_load_and_exits_with_1(monkeypatch, capsys):
+    code, printed = inside(monkeypatch, capsys, "doctor", str(TARGET), str(TARGET), "--json", "-")
+    assert code == 1
+    (finding,) = json.loads(printed.out)["findings"]
+    assert (finding["name"], finding["status"]) == ("artifact", "fault")
+    assert "model_type" in finding["found"]
+
+
+@pytest.mark.slow
+def test_doctor_says_that_the_embedded_trio_is_healthy(monkeypatch, capsys):
+    code, printed = inside(monkeypatch, capsys, "doctor", "--json", "-")
+    assert code == 0, printed.err
+    data = json.loads(printed.out)
+    assert data["healthy"]
+    assert {finding["status"] for finding in data["findings"]} == {"ok"}
 
 
 def test_the_streamer_colours_runs_and_waits_for_whole_characters(trio):

@@ -1,6 +1,5 @@
 """`weaver-hf`: see a Weaver at work, measure one, and convert one."""
 
-import json
 import sys
 from enum import Enum
 from pathlib import Path
@@ -17,18 +16,18 @@ from rich.progress import Progress
 from rich.prompt import Prompt as Ask
 from rich.table import Table
 from rich.text import Text
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 
-from .acceptance import RULES
+from .acceptance import LOSSY, RULES
 from .bench import DOMAINS, load_prompts, run_bench
-from .bench.harness import report
+from .bench.harness import environment, report
 from .checkpoints import speculators, trymirai, zlab
+from .cli_check import certify_command, doctor_command
+from .cli_common import JsonOption, TargetOption, WeaverOption, console_beside, load, write_json
 from .cli_hub import push
-from .configuration_weaver import WeaverConfig
-from .errors import CheckpointError, EmptyPromptError, WeaverError
+from .errors import EmptyPromptError, WeaverError
 from .modeling_weaver import WeaverModel
-from .tiny import TARGET, WEAVER
+from .tiny import TARGET
 from .training.cli import app as train_app
 
 app = typer.Typer(
@@ -41,18 +40,14 @@ app = typer.Typer(
 
 app.add_typer(train_app, name="train")
 app.command()(push)
+app.command("doctor")(doctor_command)
+app.command("certify")(certify_command)
 
 # In this order, one colour an accepted run; readable on dark and light backgrounds.
 RUN_COLOURS = ("green", "blue", "magenta", "dark_orange3")
 DEMO_PROMPT = (
     "Tom has 3 boxes. Each box holds 12 pencils. He gives 8 pencils to Ana. How many pencils does Tom have left?"
 )
-
-TargetOption = Annotated[str, typer.Option(help="Target: a local folder or a Hub id.")]
-WeaverOption = Annotated[
-    str | None,
-    typer.Option(help="Weaver: a local folder or a Hub id. [the embedded one; for other targets one without weights]"),
-]
 
 
 def main() -> None:
@@ -61,7 +56,7 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
     try:
         app()
-    except (WeaverError, OSError) as error:
+    except (WeaverError, OSError, torch.OutOfMemoryError) as error:
         Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
         sys.exit(2)
 
@@ -82,53 +77,38 @@ def demo(
     weaver: WeaverOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the text.")] = 96,
     budget: Annotated[int | None, typer.Option(help="Drafted nodes a step; by default the Weaver's own.")] = None,
+    output: JsonOption = None,
 ) -> None:
     """Write a text with trees, then without, and compare.
 
-    Each accepted run of tokens has its own colour: one colour, one pass of the target.
+    Each accepted run of tokens has its own colour: one colour, one pass of the target. Exit code 1: in float32 they
+    differ.
 
     [dim]Example:[/] weaver-hf demo --prompt "Once upon a time" --raw --max-new-tokens 64
     """
-    console = Console(highlight=False)
+    console = console_beside(output)
     model, tokenizer, drafter = load(target, weaver)
     if budget is not None:
         drafter.tree_config.budget = budget
-    differs = False
+    shown = []
     while True:
         if interactive:
             prompt = Ask.ask("[bold]prompt[/] (empty to leave)", console=console, default="", show_default=False)
             if not prompt:
                 break
-        differs |= not show(console, model, tokenizer, drafter, prompt, raw, max_new_tokens)
+        shown.append(show(console, model, tokenizer, drafter, prompt, raw, max_new_tokens))
         if not interactive:
             break
+    write_json({"environment": environment(model), "texts": shown}, output, console)
+    differs = not all(row["identical"] for row in shown)
     # In fp32 a difference is a fault; in bf16 tree and chain round differently, as prefill and decoding do.
     raise typer.Exit(1 if differs and model.dtype == torch.float32 else 0)
 
 
-def load(target: str, weaver: str | None) -> tuple[Any, Any, WeaverModel]:
-    """Target, tokenizer and attached Weaver: fp32 on a CPU, the checkpoint's dtype on an accelerator."""
-    on_gpu = torch.cuda.is_available()
-    options: dict[str, Any] = {"dtype": "auto", "device_map": "auto"} if on_gpu else {"dtype": torch.float32}
-    try:
-        model = AutoModelForCausalLM.from_pretrained(target, **options)
-        tokenizer = AutoTokenizer.from_pretrained(target)
-    except ValueError as error:  # transformers' own words for a folder that holds something else
-        raise CheckpointError(
-            f"no causal language model in {target} ({error})",
-            "a folder or Hub id that AutoModelForCausalLM loads",
-            "Pass the target as --target and the Weaver as --weaver.",
-        ) from error
-    if weaver is None:
-        weaver = str(WEAVER) if target == str(TARGET) else None
-    drafter = WeaverModel(WeaverConfig()) if weaver is None else WeaverModel.from_pretrained(weaver)
-    return model, tokenizer, drafter.attach(model)
-
-
 def show(
     console: Console, model: Any, tokenizer: Any, weaver: WeaverModel, prompt: str, raw: bool, max_new_tokens: int
-) -> bool:
-    """One prompt of the demo; returns whether both texts are identical."""
+) -> dict[str, Any]:
+    """One prompt of the demo; returns both texts and what they cost."""
     if tokenizer.chat_template and not raw:
         chat = [{"role": "user", "content": prompt}]
         prompt_text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
@@ -175,7 +155,13 @@ def show(
     if stats.best_tree is not None:
         console.print("The tree with the longest accepted path (*), each node with its probability given its parent:")
         console.print(Text(str(stats.best_tree.annotate(lambda ids: tokenizer.decode(ids)))), soft_wrap=True)
-    return identical
+    return {
+        "prompt": prompt,
+        "identical": identical,
+        "plain": {"text": tokenizer.decode(plain), "ids": plain, "seconds": plain_seconds},
+        "weaver": {"text": tokenizer.decode(assisted), "ids": assisted, "seconds": assisted_seconds},
+        "stats": stats.as_dict(),
+    }
 
 
 class RunStreamer(BaseStreamer):
@@ -220,17 +206,17 @@ def bench(
     weaver: WeaverOption = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's own choice.")] = None,
     seed: Annotated[int, typer.Option(help="Of sampling and of the bootstrap.")] = 0,
-    output: Annotated[Path | None, typer.Option("--json", help="Also write everything to this file.")] = None,
+    output: JsonOption = None,
 ) -> None:
     """Measure acceptance and time by prompt domain, builder and budget.
 
     Accepted: drafted tokens accepted a step, mean over steps [95 % interval over prompts]; loop-free: of the steps
     before the text first repeats an 8-gram; expected: what the trees themselves expected in those. Options that are
-    lists can be given several times.
+    lists can be given several times. Exit code 1: in float32 a lossless text differs from plain decoding's.
 
     [dim]Example:[/] weaver-hf bench --domain math --domain code --budget 15 --prompts 30 --json bench.json
     """
-    console = Console(highlight=False)
+    console = console_beside(output)
     if threads is not None:
         torch.set_num_threads(threads)
     settings: dict[str, Any] = {
@@ -273,9 +259,9 @@ def bench(
         )
     data = report(results, model, settings, seed)
     console.print(bench_table(data))
-    if output is not None:
-        output.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-        console.print(f"written to {output}")
+    write_json(data, output, console)
+    differs = any(not result.identical for result in results if result.acceptance != LOSSY)
+    raise typer.Exit(1 if differs and model.dtype == torch.float32 else 0)
 
 
 def bench_table(data: dict[str, Any]) -> Table:
@@ -339,6 +325,7 @@ def convert(
     adapter: Annotated[
         str | None, typer.Option(help="Adapter to put beside the drafter: a .pth file, a local folder or a Hub id.")
     ] = None,
+    output: JsonOption = None,
 ) -> None:
     """Write a drafter or an adapter in another layout; tensors are never changed, but a PEFT folder is merged.
 
@@ -350,7 +337,7 @@ def convert(
     if destination.is_file() or (destination.is_dir() and any(destination.iterdir())):
         raise typer.BadParameter(f"{destination} is there already; name a new one", param_hint="DESTINATION")
     weaver = WeaverModel.from_pretrained(source, adapter=adapter).merge_adapter()
-    console = Console(highlight=False)
+    console = console_beside(output)
     if to is Layout.weaver:
         weaver.save_pretrained(destination)
     elif to is Layout.trymirai:
@@ -360,6 +347,7 @@ def convert(
         if weaver.has_adapter:
             console.print("The adapter is no part of this layout; write it with --to trymirai.", soft_wrap=True)
     console.print(f"written to {destination}", soft_wrap=True, markup=False)
+    write_json({"source": source, "layout": to.value, "destination": str(destination)}, output, console)
 
 
 if __name__ == "__main__":

@@ -214,6 +214,8 @@ class WeaverConfig(PreTrainedConfig):
         tree_config: fields of `TreeConfig`; with an adapter the default builder is `"weaver"`.
         base_model_name_or_path: Hub id or path of the target that the artifact was made for.
         base_model_revision: commit of that target, None where not recorded.
+        probe: what `weaver-hf doctor --record` found of it: the acceptance on a short probe, and what identifies target
+            and tokenizer; later examinations compare themselves with it.
         bos_token_id, eos_token_id, pad_token_id: the target's, which transformers' pipelines compare.
     """
 
@@ -243,6 +245,7 @@ class WeaverConfig(PreTrainedConfig):
         tree_config: dict[str, Any] | TreeConfig | None = None,
         base_model_name_or_path: str | None = None,
         base_model_revision: str | None = None,
+        probe: dict[str, Any] | None = None,
         bos_token_id: int | None = None,
         eos_token_id: int | list[int] | None = None,
         pad_token_id: int | None = None,
@@ -272,6 +275,7 @@ class WeaverConfig(PreTrainedConfig):
             self.tree_config.setdefault("builder", "weaver")
         self.base_model_name_or_path = base_model_name_or_path
         self.base_model_revision = base_model_revision
+        self.probe = probe
         self.bos_token_id = bos_token_id
         self.eos_token_id = eos_token_id
         self.pad_token_id = pad_token_id
@@ -299,6 +303,13 @@ class WeaverConfig(PreTrainedConfig):
                 f"a drafter of {self.num_hidden_layers} layers without {', '.join(missing)}",
                 "all fields of its geometry",
                 "Add them to config.json.",
+            )
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        if heads % groups or self.head_dim % 2:
+            raise CheckpointError(
+                f"{heads} attention heads of width {self.head_dim} over {groups} key/value heads",
+                "a multiple of the key/value heads, of an even width",
+                "Correct the drafter's geometry.",
             )
         known = {"full_attention", "sliding_attention"}
         if len(self.layer_types) != self.num_hidden_layers or not known.issuperset(self.layer_types):

@@ -9,8 +9,8 @@ import typer
 from huggingface_hub import try_to_load_from_cache
 from rich.console import Console
 from rich.progress import track
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ..cli_common import JsonOption, TargetOption, load_target, write_json
 from ..configuration_weaver import AdapterConfig, TreeConfig, WeaverConfig
 from ..modeling_weaver import WeaverModel
 from ..peft_weaver import ADAPTER_TARGETS, DRAFTER_TARGETS, add_adapter_part, add_lora
@@ -32,14 +32,12 @@ LoraOption = Annotated[
 RankOption = Annotated[int | None, typer.Option(min=1, help=f"Of --lora. [{LORA_RANK}]")]
 AlphaOption = Annotated[float | None, typer.Option(help="Of --lora: updates are scaled by alpha / rank. [2 * rank]")]
 OptimizerOption = Annotated[Literal["muon", "adamw"], typer.Option(help="muon: for matrices, with AdamW for the rest.")]
-TargetOption = Annotated[str, typer.Option(help="Target: a local folder or a Hub id.")]
 
 
-def load_target(name: str) -> tuple[Any, Any]:
+def load_frozen(name: str) -> tuple[Any, Any]:
     """A target in its checkpoint's dtype, on the GPU where there is one, and its tokenizer."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto").to(device)
-    return model, AutoTokenizer.from_pretrained(name)
+    model, tokenizer = load_target(name, dtype="auto", device_map=None)
+    return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
 
 
 def cached_commit(name: str) -> str | None:
@@ -81,12 +79,13 @@ def data(
     own_share: Annotated[float, typer.Option(min=0, max=1, help="Prompts that the target writes itself.")] = 0.7,
     ask_share: Annotated[float, typer.Option(min=0, max=1, help="Prompts of plain text asked as a user's turn.")] = 0.4,
     seed: Annotated[int, typer.Option()] = 0,
+    output: JsonOption = None,
 ) -> None:
     """Cut prompts from text and let the target complete them, at temperatures 1, 0.7 and 0.
 
     [dim]Example:[/] weaver-hf train data corpus.txt.xz --out data --sequences 32768
     """
-    model, tokenizer = load_target(target)
+    model, tokenizer = load_frozen(target)
     config = DataConfig(
         sequences=sequences,
         max_new_tokens=max_new_tokens,
@@ -105,6 +104,7 @@ def data(
         lambda items, total: track(items, "batches", total=total, console=console),
     )
     console.print(f"{sequences} sequences in {out}; {facts['prompts_dropped_for_overlap']} prompts dropped for overlap")
+    write_json({"folder": str(out), **facts}, output, console)
 
 
 @app.command()
@@ -135,6 +135,7 @@ def drafter(
     soft: Annotated[float, typer.Option(min=0, max=1, help="Share of the loss towards the whole distribution.")] = 1.0,
     max_seconds: Annotated[float | None, typer.Option(help="End the run by then.")] = None,
     seed: Annotated[int, typer.Option()] = 0,
+    output: JsonOption = None,
 ) -> None:
     """Train a DFlash block drafter for a frozen target. Several GPUs: `accelerate launch -m weaver_hf ...`.
 
@@ -143,7 +144,7 @@ def drafter(
     rank, alpha = lora_numbers(lora, lora_rank, lora_alpha)
     if lora and init is None:
         raise typer.BadParameter("needs a trained drafter to lie over; name it as --init", param_hint="--lora")
-    model, tokenizer = load_target(target)
+    model, tokenizer = load_frozen(target)
     text = model.config.get_text_config()
     count = text.num_hidden_layers
     if mask_token_id is None:
@@ -200,7 +201,8 @@ def drafter(
         **for_device(model),
         loss=LossConfig(weighting=weighting, gamma=gamma, soft=soft),
     )
-    run(model, weaver, read_data(data, tokenizer, weaver, out), out, config, text.pad_token_id or 0)
+    last = run(model, weaver, read_data(data, tokenizer, weaver, out), out, config, text.pad_token_id or 0)
+    write_json({"folder": str(out), **last}, output, Console(stderr=True))
 
 
 def adapter_geometry(
@@ -252,6 +254,7 @@ def adapter(
     loss: Annotated[Literal["lk", "alpha", "kl", "ce"], typer.Option(help="alpha: -log α.")] = "lk",
     max_seconds: Annotated[float | None, typer.Option(help="End the run by then.")] = None,
     seed: Annotated[int, typer.Option()] = 0,
+    output: JsonOption = None,
 ) -> None:
     """Train Weaver's adapter for a frozen target and drafter. Goes on from the drafter's own adapter if it has one.
 
@@ -261,7 +264,7 @@ def adapter(
     [dim]Example:[/] weaver-hf train adapter --drafter drafter --data data --out weaver --pool-size 256
     """
     lora_width, alpha = lora_numbers(lora, lora_rank, lora_alpha)
-    model, tokenizer = load_target(target)
+    model, tokenizer = load_frozen(target)
     torch.manual_seed(seed)
     weaver = WeaverModel.from_pretrained(drafter).float()
     if weaver.drafter is None:
@@ -313,4 +316,5 @@ def adapter(
         **for_device(model),
         loss=PoolLossConfig(kind=loss),
     )
-    run_adapter(model, weaver, read_data(data, tokenizer, weaver, out), out, config, text.pad_token_id or 0)
+    last = run_adapter(model, weaver, read_data(data, tokenizer, weaver, out), out, config, text.pad_token_id or 0)
+    write_json({"folder": str(out), **last}, output, Console(stderr=True))

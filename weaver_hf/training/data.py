@@ -78,13 +78,20 @@ def read_documents(paths: Sequence[Path]) -> list[str]:
     """Documents of text files (`.xz` is unpacked), separated by NUL characters.
 
     Raises:
-        TrainingDataError: no text in them.
+        TrainingDataError: no text in them, or something else than text.
     """
     documents = []
     for path in paths:
         raw = path.read_bytes()
-        raw = lzma.decompress(raw) if path.suffix == ".xz" else raw
-        documents += [document for document in raw.decode("utf-8").split("\0") if document.strip()]
+        try:
+            text = (lzma.decompress(raw) if path.suffix == ".xz" else raw).decode("utf-8")
+        except (lzma.LZMAError, UnicodeDecodeError) as error:
+            raise TrainingDataError(
+                f"a file {path} that is no text ({error})",
+                "UTF-8 text, packed where it ends in .xz",
+                "Give other files.",
+            ) from error
+        documents += [document for document in text.split("\0") if document.strip()]
     if not documents:
         raise TrainingDataError(
             f"no text in {', '.join(map(str, paths))}",
@@ -337,7 +344,12 @@ def load_data(folders: Sequence[Path], tokenizer: Any, block_size: int) -> Seque
             raise TrainingDataError(
                 f"no data set in {folder}", "data.json and shards of `weaver-hf train data`", "Make the data first."
             )
-        fingerprint = json.loads(described.read_text())["tokenizer"]
+        try:
+            fingerprint = json.loads(described.read_text())["tokenizer"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise TrainingDataError(
+                f"a damaged {described} ({error!r})", "what `weaver-hf train data` wrote", "Make the data again."
+            ) from error
         if fingerprint != mine:
             raise TrainingDataError(
                 f"data of the tokenizer {fingerprint[:12]} in {folder}",
