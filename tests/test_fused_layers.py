@@ -1,8 +1,7 @@
 """The fused decoder layer against the stock one along a tree, and weights that are views of one tensor."""
 
 import copy
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,55 +10,17 @@ from support import prompt_ids, random_tree, relative, tiny_random_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, DynamicCache, Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
 
-import weaver_kernels
 from weaver_hf import WeaverConfig, WeaverModel
 from weaver_hf.target import fused
 from weaver_hf.target.attach import _subclass, _swap
 from weaver_hf.target.attention import TreeAttention
-from weaver_hf.target.cache import LinearStash, TreeCache, TreeKVLayer, TreePlan
+from weaver_hf.target.cache import LinearStash, TreeCache, TreeKVLayer
 from weaver_hf.target.compat import CACHE_KEY
 from weaver_hf.target.fused import FusedLayer, fuse_projections, joined, unfuse_projections
 from weaver_hf.target.gated_delta import TreeMixer
 from weaver_kernels import reference
 
 GDN, ATTENTION = 1, 3  # a layer of each kind in the tiny model
-
-
-class ReferenceOps:
-    """The mixers' kernels with the signatures that the fused layer calls, by the torch reference."""
-
-    @staticmethod
-    def causal_conv_tree(rows, window, weight, index, bias=None, stash=None):
-        stash.copy_(rows)
-        return reference.causal_conv_tree(rows, window, weight, index, bias)
-
-    @staticmethod
-    def gated_delta_tree(query, key, value, a, b, A_log, dt_bias, state, topology, stash):
-        g, beta = reference.gating(a, b, A_log, dt_bias)
-        output, made = reference.gated_delta_tree(query, key, value, g, beta, state, topology.ancestors)
-        for kept, new in zip(stash, made):
-            kept.copy_(new)
-        return output.contiguous(), stash
-
-    @staticmethod
-    def tree_attention(query, key, value, lens, topology, scaling, starts=None, gate=None):
-        visible = reference.visible_slots(topology, lens, key.shape[2], starts)
-        return (reference.tree_attention(query, key, value, visible, scaling) * gate.sigmoid()).contiguous()
-
-
-@pytest.fixture(autouse=True)
-def _ops(monkeypatch):
-    monkeypatch.setattr(weaver_kernels, "ops", ReferenceOps, raising=False)
-
-
-@dataclass
-class StaticPlan(TreePlan):
-    """A plan that asks for the fused layers."""
-
-    topology: Any = None
-    lens: Any = None
-    starts: Any = None
-    fused: bool = True
 
 
 class Verification:
@@ -82,8 +43,7 @@ class Verification:
     def run(self, tree, fused: bool, **kwargs):
         cache, plan = self.tree_cache, self.tree_cache.plan(tree)
         if fused:
-            topology = reference.tree_topology(tree.parents, cache.conv_width)
-            plan = StaticPlan(**vars(plan), topology=topology, lens=cache.lens, starts=self.starts)
+            plan = replace(plan, fused=True, starts=self.starts)
             for layer in cache.cache.layers:
                 layer.stash = None
                 self.add_buffers(layer, tree)
@@ -285,7 +245,7 @@ def test_a_fused_layer_calls_one_module_and_launches_ten_kernels(monkeypatch):
     for name in ("rms_norm", "gated_rms_norm", "silu_mul", "qk_norm_rope"):
         one_launch(fused.fused_reference, name)
     for name in ("causal_conv_tree", "gated_delta_tree", "tree_attention"):
-        one_launch(ReferenceOps, name)
+        one_launch(fused.ops, name)
     per_layer = []
 
     def start(*_):

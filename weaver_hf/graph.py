@@ -22,6 +22,7 @@ from .proposal import DraftContext
 from .scoring import is_stateless, process_nodes
 from .target.cache import check_verified, padding_of
 from .target.compat import CACHE_KEY
+from .target.fused import fuse_projections
 from .target.static_cache import StaticTreeCache, cannot_stack
 from .target.taps import TapStates
 from .tree import TokenTree
@@ -342,6 +343,12 @@ def checkout(
         return None
     else:
         capacity = max(MIN_CAPACITY, 1 << (need - 1).bit_length())
+        if prompt.logits.is_cuda and fuse_projections(
+            model
+        ):  # weights move: what was captured before reads the old ones
+            mark = fingerprint(model, generator.weaver)
+            for key in [key for key in steps if key[0] != mark]:
+                del steps[key]
         key = (mark, id(generator.weaver), nodes, planes, capacity)
         _bound(steps, MAX_STEPS - 1)
         step = make_step(model, generator, prompt, nodes, capacity)

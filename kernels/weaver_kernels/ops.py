@@ -1,5 +1,6 @@
 """The operations of tree verification, each as a kernel where `dispatch` says so and in plain torch elsewhere."""
 
+import torch
 from torch import Tensor
 
 from . import reference
@@ -12,9 +13,9 @@ __all__ = ["causal_conv_tree", "commit", "gated_delta_tree", "tree_attention", "
 def tree_topology(parents: Tensor, width: int) -> TreeTopology:
     """See `reference.tree_topology`."""
     if use_triton(parents):
-        from . import causal_conv
+        from .causal_conv import tree_topology as kernel  # Triton is asked for where it is used
 
-        return causal_conv.tree_topology(parents, width)
+        return kernel(parents, width)
     return reference.tree_topology(parents, width)
 
 
@@ -23,9 +24,9 @@ def causal_conv_tree(
 ) -> Tensor:
     """See `reference.causal_conv_tree`, with SiLU; the raw rows are left in `stash [B, T, C]` where that is given."""
     if use_triton(rows):
-        from . import causal_conv
+        from .causal_conv import causal_conv_tree as kernel
 
-        return causal_conv.causal_conv_tree(rows, window, weight, index, bias, stash=stash)
+        return kernel(rows, window, weight, index, bias, stash=stash)
     if stash is not None:
         stash.copy_(rows)
     return reference.causal_conv_tree(rows, window, weight, index, bias)
@@ -45,12 +46,14 @@ def gated_delta_tree(
 ) -> tuple[Tensor, GatedDeltaStash]:
     """`reference.gated_delta_tree` behind `reference.gating`; the stash is written into `stash` where that is given."""
     if use_triton(value):
-        from . import gated_delta
+        from .gated_delta import gated_delta_tree as kernel
+        from .gated_delta import unsupported
 
-        if takes(gated_delta.unsupported(query, value)):
-            return gated_delta.gated_delta_tree(query, key, value, a, b, A_log, dt_bias, state, topology, stash)
+        if takes(unsupported(query, value)):
+            return kernel(query, key, value, a, b, A_log, dt_bias, state, topology, stash)
     g, beta = reference.gating(a, b, A_log, dt_bias)
     output, new = reference.gated_delta_tree(query, key, value, g, beta, state, topology.ancestors)
+    output = output.contiguous()
     if stash is None:
         return output, new
     for kept, made in zip(stash, new, strict=True):
@@ -67,6 +70,7 @@ def tree_attention(
     scaling: float,
     starts: Tensor | None = None,
     visible: Tensor | None = None,
+    gate: Tensor | None = None,
 ) -> Tensor:
     """Attention of nodes over the committed slots of `key, value [B, Hkv, S, D]` and their own ancestors behind them.
 
@@ -74,25 +78,34 @@ def tree_attention(
         query: `[B, Hq, T, D]`; the nodes' own keys and values lie at slots `lens[b] + node`.
         lens, starts: see `reference.visible_slots`.
         visible: the same as bool `[B, T, S]` where the caller has it; used by the plain version.
+        gate: `[B, T, Hq, D]`, whose sigmoid the output is multiplied with; None for none.
 
     Returns:
         `[B, T, Hq, D]`.
     """
     if use_triton(query):
-        from . import attention
+        from .attention import tree_attention as kernel
 
-        if takes(attention.unsupported(query)):
-            return attention.tree_attention(query, key, value, lens, topology, scaling, starts)
+        if takes(_attention_unsupported(query)):
+            return kernel(query, key, value, lens, topology, scaling, starts, gate=gate)
     if visible is None:
         visible = reference.visible_slots(topology, lens, key.shape[2], starts)
-    return reference.tree_attention(query, key, value, visible, scaling)
+    output = reference.tree_attention(query, key, value, visible, scaling)
+    return (output if gate is None else output * gate.sigmoid()).contiguous()
 
 
 def commit(buffers: TreeBuffers, path: Tensor, lengths: Tensor, lens: Tensor) -> None:
     """See `reference.commit`."""
     if use_triton(path):
-        from . import commit as kernel
+        from .commit import commit as kernel
 
-        kernel.commit(buffers, path, lengths, lens)
+        kernel(buffers, path, lengths, lens)
     else:
         reference.commit(buffers, path, lengths, lens)
+
+
+def _attention_unsupported(query: Tensor) -> str | None:
+    dim = query.shape[-1]
+    if query.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"attention in {query.dtype}"
+    return None if dim % 16 == 0 and 16 <= dim <= 256 else f"attention heads of width {dim}"

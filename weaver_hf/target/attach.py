@@ -23,7 +23,7 @@ from ..errors import NotAttachedError, UnsupportedModelError
 from .attention import TreeAttention
 from .compat import check_version
 from .families import Family, family_of
-from .fused import FusedLayer
+from .fused import FusedLayer, unfuse_projections
 from .gated_delta import TreeMixer
 
 __all__ = ["Attachment", "attach", "attachment_of", "detach", "head_device", "unwrap"]
@@ -140,6 +140,7 @@ def detach(model: PreTrainedModel, weaver: nn.Module) -> None:
         attachment.steps = {key: step for key, step in attachment.steps.items() if key[1] != id(weaver)}
         if attachment.weavers:
             return
+        unfuse_projections(model)
         for module in model.modules():
             stood_in_for = type(module).__dict__.get("_weaver_original")
             if stood_in_for is not None:

@@ -30,6 +30,7 @@ class TreePlan:
         position_ids: int64 `[B, N]`, or `[planes, B, N]` where the prompt's had planes (multimodal rope).
         starts: int64 `[B]`, the first committed slot that is no padding; None where there is none.
         mask: bool `[B, L]`, the prompt's slots that are seen where that is not all from `starts` on.
+        fused: decoder layers run their fused forward (`fused.py`), into static buffers.
         attended: layers that have read this plan.
     """
 
@@ -38,6 +39,7 @@ class TreePlan:
     position_ids: Tensor
     starts: Tensor | None = None
     mask: Tensor | None = None
+    fused: bool = False
     attended: set[int] = field(default_factory=set)
     _visible: dict[int, Tensor] = field(default_factory=dict, repr=False)
 
@@ -54,7 +56,9 @@ class TreePlan:
         """The same facts on another device: accelerate calls this where layers lie on several."""
         topology = reference.TreeTopology(*(x.to(device) for x in self.topology))
         starts, mask = (None if x is None else x.to(device) for x in (self.starts, self.mask))
-        return TreePlan(topology, self.lens.to(device), self.position_ids.to(device), starts, mask, self.attended)
+        return TreePlan(
+            topology, self.lens.to(device), self.position_ids.to(device), starts, mask, self.fused, self.attended
+        )
 
 
 class LinearStash(NamedTuple):

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
-from weaver_kernels import fused_reference
+from weaver_kernels import fused_reference, ops
 
 from .compat import CACHE_KEY
 from .families import family_of
@@ -176,7 +176,7 @@ def _gated_delta(layer: Any, normed: Tensor, plan: Any, kwargs: dict[str, Any]) 
     mixer, cache = layer.linear_attn, kwargs[CACHE_KEY]
     if not _is_stock(mixer, "GatedDeltaNet") or not _is_untouched(mixer.conv1d):
         return mixer(normed, cache, weaver_tree=plan)
-    ops, store = _ops(), cache.layers[mixer.layer_idx]
+    store = cache.layers[mixer.layer_idx]
     rows, z, b, a = _project(_mixer_projections(layer), normed)
     conv = ops.causal_conv_tree(
         rows,
@@ -214,7 +214,7 @@ def _attention(layer: Any, normed: Tensor, plan: Any, kwargs: dict[str, Any]) ->
     stock = _is_stock(attention, "Attention") and all(_is_stock(norm, "RMSNorm") for norm in norms)
     if not stock or norms[0].eps != norms[1].eps:
         return attention(hidden_states=normed, weaver_tree=plan, **kwargs)[0]
-    ops, store, dim = _ops(), kwargs[CACHE_KEY].layers[attention.layer_idx], attention.head_dim
+    store, dim = kwargs[CACHE_KEY].layers[attention.layer_idx], attention.head_dim
     query, key, value = _project(_mixer_projections(layer), normed)
     query, gate = query.unflatten(-1, (-1, 2 * dim)).chunk(2, -1)  # head by head, the query and then its gate
     query = _around(normed).qk_norm_rope(
@@ -281,10 +281,3 @@ def _around(x: Tensor) -> Any:
     from weaver_kernels import fused  # Triton is asked for where it is used
 
     return fused
-
-
-def _ops() -> Any:
-    """The mixers' kernels, chosen by device."""
-    from weaver_kernels import ops  # type: ignore[attr-defined]
-
-    return ops

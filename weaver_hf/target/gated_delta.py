@@ -37,15 +37,15 @@ def _tree_forward(
     z = mixer.in_proj_z(hidden_states)
     b, a = mixer.in_proj_b(hidden_states), mixer.in_proj_a(hidden_states)
 
-    kept = layer.stash if isinstance(layer, StaticLinearLayer) else None
+    rows = delta = None  # where a static cache wants them
+    if isinstance(layer, StaticLinearLayer):
+        rows, delta = layer.rows, layer.delta
     weight, index = mixer.conv1d.weight.squeeze(1), plan.topology.conv_index
-    conv = ops.causal_conv_tree(
-        mixed, layer.conv_states[0], weight, index, mixer.conv1d.bias, None if kept is None else kept.rows
-    )
+    conv = ops.causal_conv_tree(mixed, layer.conv_states[0], weight, index, mixer.conv1d.bias, rows)
     query, key, value = conv.split([mixer.key_dim, mixer.key_dim, mixer.value_dim], -1)
     query, key = (x.unflatten(-1, (-1, mixer.head_k_dim)) for x in (query, key))
     value = value.unflatten(-1, (-1, mixer.head_v_dim))
-    state, delta = layer.recurrent_states[0], None if kept is None else kept.delta
+    state = layer.recurrent_states[0]
     output, delta = ops.gated_delta_tree(
         query, key, value, a, b, mixer.A_log, mixer.dt_bias, state, plan.topology, delta
     )

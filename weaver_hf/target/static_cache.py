@@ -15,7 +15,7 @@ from weaver_kernels import ops
 from weaver_kernels.reference import TreeBuffers
 
 from ..tree import TokenTree
-from .cache import LinearStash, TreePlan
+from .cache import TreePlan
 
 __all__ = ["StaticKVLayer", "StaticLinearLayer", "StaticTreeCache", "cannot_stack"]
 
@@ -24,14 +24,15 @@ class StaticLinearLayer(LinearAttentionLayer):
     """Views of one Gated DeltaNet layer: committed window and state, and where a verification leaves its stash.
 
     Attributes:
-        stash: `[B, N, C]` raw convolution rows and the delta rule's stash.
+        rows: `[B, N, C]`, raw convolution rows.
+        delta: the delta rule's stash.
     """
 
     def __init__(self, buffers: TreeBuffers, index: int) -> None:
         super().__init__()
         self.conv_states[0], self.recurrent_states[0] = buffers.window[index], buffers.state[index]
         self.has_previous_state[0] = True
-        self.stash = LinearStash(buffers.rows[index], buffers.stash(index))
+        self.rows, self.delta = buffers.rows[index], buffers.stash(index)
 
 
 class StaticKVLayer(DynamicLayer):
@@ -160,7 +161,7 @@ class StaticTreeCache:
         topology = ops.tree_topology(tree.parents, self.width)
         self._slots.copy_(self.lens[:, None] + torch.arange(self.nodes, device=self.lens.device))
         positions = (self.lens + self.position_offset)[..., None] + topology.depths
-        return TreePlan(topology, self.lens, positions, self.starts)
+        return TreePlan(topology, self.lens, positions, self.starts, fused=True)
 
     def defer(self, nodes: Sequence[int]) -> None:
         """What the host has emitted since the last verification began, for `release`."""

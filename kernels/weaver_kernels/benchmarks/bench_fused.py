@@ -19,7 +19,6 @@ import triton
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-import weaver_kernels
 from weaver_kernels import fused, fused_reference
 from weaver_kernels.benchmarks.timing import copies, report, time_captured
 from weaver_kernels.fused import FusedConfig
@@ -348,7 +347,9 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("Found no GPU; this measures Triton kernels on one.")
     torch.manual_seed(0)
-    weaver_kernels.ops = SkippedCores  # type: ignore[attr-defined]
+    from weaver_hf.target import fused as layers
+
+    layers.ops = SkippedCores  # type: ignore[assignment]
     skip_stock_cores()
     report(row="card", name=torch.cuda.get_device_name(0), torch=torch.__version__, triton=triton.__version__)
     for nodes in ROWS:
