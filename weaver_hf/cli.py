@@ -21,10 +21,12 @@ from transformers.generation.streamers import BaseStreamer
 from .acceptance import LOSSY, RULES
 from .bench import DOMAINS, load_prompts, run_bench
 from .bench.harness import environment, report
+from .bench.shapes import SHAPES
 from .checkpoints import speculators, trymirai, zlab
 from .cli_check import certify_command, doctor_command
 from .cli_common import JsonOption, TargetOption, WeaverOption, console_beside, load, write_json
 from .cli_hub import push
+from .cli_speed import bench_speed
 from .errors import EmptyPromptError, WeaverError
 from .modeling_weaver import WeaverModel
 from .tiny import TARGET
@@ -206,6 +208,17 @@ def bench(
     weaver: WeaverOption = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's own choice.")] = None,
     seed: Annotated[int, typer.Option(help="Of sampling and of the bootstrap.")] = 0,
+    speed: Annotated[bool, typer.Option("--speed", help="Time calls and the parts of a step instead.")] = False,
+    shape: Annotated[str | None, typer.Option(help=f"Time a published shape: {', '.join(SHAPES)}.")] = None,
+    random_weights: Annotated[bool, typer.Option("--random-weights", help="Of --shape.")] = False,
+    planted_acceptance: Annotated[
+        list[float] | None, typer.Option(min=1, help="Tokens a step to plant: synthetic. [with --shape 4, 6, 8]")
+    ] = None,
+    context: Annotated[list[int] | None, typer.Option(min=1, help="Prompt tokens of --shape. [512]")] = None,
+    stock: Annotated[bool, typer.Option(help="Time transformers' own decoding too, eager and compiled.")] = True,
+    levers: Annotated[bool, typer.Option("--levers", help="Time one tree setting changed at a time, too.")] = False,
+    fold: Annotated[bool, typer.Option("--fold", help="Let the adapter read folded tables.")] = False,
+    figure: Annotated[Path | None, typer.Option(help="Draw tokens a second here (needs matplotlib).")] = None,
     output: JsonOption = None,
 ) -> None:
     """Measure acceptance and time by prompt domain, builder and budget.
@@ -214,11 +227,26 @@ def bench(
     before the text first repeats an 8-gram; expected: what the trees themselves expected in those. Options that are
     lists can be given several times. Exit code 1: in float32 a lossless text differs from plain decoding's.
 
+    With --speed or --shape: tokens a second of whole calls and milliseconds of the parts of a captured step. A planted
+    acceptance accepts drafted tokens whatever the target says, so that the loop is timed at a chosen acceptance.
+
     [dim]Example:[/] weaver-hf bench --domain math --domain code --budget 15 --prompts 30 --json bench.json
+    [dim]Example:[/] weaver-hf bench --shape 27b --random-weights --planted-acceptance 8 --json speed.json
     """
     console = console_beside(output)
     if threads is not None:
         torch.set_num_threads(threads)
+    if shape is not None and shape not in SHAPES:
+        raise typer.BadParameter(f"unknown shape {shape!r}; choose from {', '.join(SHAPES)}", param_hint="--shape")
+    if speed or shape is not None:
+        bench_speed(
+            target=target, weaver=weaver, shape=shape, random_weights=random_weights, planted=planted_acceptance,
+            contexts=context or [512], domains=domain or list(DOMAINS), prompts=prompts, new_tokens=max_new_tokens,
+            stock=stock, levers=levers, fold=fold, seed=seed, output=output, figure=figure,
+        )  # fmt: skip
+        return
+    if random_weights or planted_acceptance or context or levers or fold or figure:
+        raise typer.BadParameter("timing options need --speed or --shape")
     settings: dict[str, Any] = {
         "domains": domain or list(DOMAINS),
         "prompts": prompts,

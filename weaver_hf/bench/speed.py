@@ -1,4 +1,4 @@
-"""How fast whole calls and their parts are: `weaver-hf speed`.
+"""How fast whole calls and their parts are: `weaver-hf bench --speed`.
 
 Methods are timed one after another in one process on the same prompts. A part of a captured step is timed by replaying
 its graph between events, beside a floor: the bytes of the weights over the bandwidth that a copy reaches here.
@@ -7,7 +7,7 @@ With a planted acceptance a drafted token is accepted with that probability a de
 everything else runs in full: the loop is timed at a chosen acceptance. Such rows are synthetic and say so.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from time import perf_counter
@@ -85,10 +85,11 @@ class Row:
 def measure(
     model: Any,
     weaver: WeaverModel,
-    groups: dict[str, Sequence[Tensor]],
+    groups: Mapping[str, Sequence[Tensor]],
     methods: Iterable[Method],
     *,
     new_tokens: int,
+    fold: bool = False,
     progress: Callable[[str], None] = lambda line: None,
 ) -> list[Row]:
     """Every method on every group of prompts.
@@ -96,11 +97,17 @@ def measure(
     Args:
         weaver: attached; a method's settings are put on a copy of its `tree_config`.
         groups: name -> prompts, int64 `[1, L]` each.
+        fold: how it is attached again behind methods without a Weaver.
     """
     rows = []
     before = weaver.tree_config
     for method in methods:
+        if method.builder is None:  # as if there were no Weaver
+            weaver.detach()
+        elif weaver.target is None:
+            weaver.attach(model, fold=fold)
         for group, prompts in groups.items():
+            weaver.tree_config = before
             rows.append(_run(model, weaver, method, group, prompts, new_tokens))
             progress(describe(rows[-1]))
     weaver.tree_config, weaver.planted_acceptance = before, None

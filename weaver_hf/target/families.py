@@ -50,6 +50,12 @@ FAMILIES = {
         attention_class="Qwen3_5Attention",
         decoder="model",
     ),
+    "qwen3_5_moe_text": Family(
+        model_class="Qwen3_5MoeForCausalLM",
+        mixer_class="Qwen3_5MoeGatedDeltaNet",
+        attention_class="Qwen3_5MoeAttention",
+        decoder="model",
+    ),
 }
 
 
