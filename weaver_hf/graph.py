@@ -22,7 +22,7 @@ from .proposal import DraftContext
 from .scoring import is_stateless, process_nodes
 from .target.cache import check_verified, padding_of
 from .target.compat import CACHE_KEY
-from .target.fused import fuse_projections
+from .target.fused import fuse_projections, listeners
 from .target.static_cache import StaticTreeCache, cannot_stack
 from .target.taps import TapStates
 from .tree import TokenTree
@@ -303,7 +303,7 @@ def why_eager(model: Any, prompt: "Prompt") -> str | None:
     if {p.device for p in model.parameters()} != {device}:
         return "weights on several devices, or offloaded"
     for name, module in model.named_modules():
-        if hasattr(module, "_hf_hook") or module._forward_hooks or module._forward_pre_hooks:
+        if hasattr(module, "_hf_hook") or listeners(module):
             return f"hooks on {name or 'the model'}, which a replay would leave out"
     if padding_of(prompt.mask)[1] is not None:
         return "padding inside the prompt"

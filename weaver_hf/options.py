@@ -42,7 +42,7 @@ _UNUSED = {
     "assistant_lookbehind": "a Weaver drafts in the target's own tokens",
     "target_lookbehind": "a Weaver drafts in the target's own tokens",
     "is_assistant": "the model that `generate` is called on is the target",
-    "compile_config": "the step runs eagerly",
+    "compile_config": "on a GPU the step is captured, not compiled",
     "cache_config": "the cache is the dynamic one",
 }
 _STOCK_DEFAULTS = {

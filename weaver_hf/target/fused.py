@@ -20,7 +20,7 @@ from weaver_kernels import fused_reference, ops
 from .compat import CACHE_KEY
 from .families import family_of
 
-__all__ = ["FusedLayer", "fuse_projections", "joined", "unfuse_projections"]
+__all__ = ["FusedLayer", "fuse_projections", "joined", "listeners", "unfuse_projections"]
 
 
 class FusedLayer(nn.Module):
@@ -140,12 +140,16 @@ def _is_plain(linear: Any) -> bool:
     return type(linear.weight.data) is Tensor and linear.weight.device.type != "meta"
 
 
-def _is_untouched(module: nn.Module) -> bool:
-    """Whether calling the module runs the forward of its class, and nobody listens."""
+def listeners(module: nn.Module) -> list[Any]:
+    """Forward hooks that somebody waits for."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     # transformers leaves hooks behind that gather attention weights when asked; a tree's attention has none to gather.
-    listening = [h for h in hooks if getattr(h, "__module__", None) != "transformers.utils.output_capturing"]
-    return not listening and "forward" not in module.__dict__  # set on instances by accelerate and by kernel libraries
+    return [h for h in hooks if getattr(h, "__module__", None) != "transformers.utils.output_capturing"]
+
+
+def _is_untouched(module: nn.Module) -> bool:
+    """Whether calling the module runs the forward of its class, and nobody listens."""
+    return not listeners(module) and "forward" not in module.__dict__  # set on instances by accelerate and by kernels
 
 
 def _is_stock(module: nn.Module, name: str) -> bool:
