@@ -1,7 +1,14 @@
 """Fixtures. One torch thread a worker: two-thread torch on a busy two-core machine was 30 times slower."""
 
-import pytest
+import os
+
 import torch
+
+# Without a GPU the Triton kernels run in its interpreter, which is chosen when triton is first imported: by what follows.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
 import transformers
 from hypothesis import settings
 from support import tiny_random_model

@@ -136,6 +136,7 @@ def _advance(
     at_depth = tl.minimum(depth, depths - 1)
     real = (w < W)[:, None] & (k < pool)[None, :]
     x = tl.load(scores + (row * W + w[:, None]) * pool + k[None, :], mask=real, other=float("-inf"))
+    x = tl.where((w < W)[:, None], x, 0.0)  # rows of padding stay numbers
     if not SCORED:
         warmth = tl.load(scales + at_depth)[:, None]
         x = tl.div_rn(x, warmth + tl.zeros_like(x))
@@ -299,7 +300,7 @@ def expand(
         following = torch.empty(batch, next_width, inputs.shape[1], dtype=inputs.dtype, device=states.device)
     # Enough programs to fill the card, few enough that a program's rows hide its start.
     block = max(1, min(8, triton.next_power_of_2(count * scores.shape[2]) // 128))
-    config = {**SCORE, "BLOCK_C": block, **(config or {})}
+    config = {"BLOCK_C": block, **SCORE, **(config or {})}
     grid = (triton.cdiv(scores.shape[2], config["BLOCK_C"]), count, batch)
     norm_weight, norm_bias = norm or (None, None)
     arguments = [states, norm_weight, norm_bias, rows, pool.token_ids, pool.logits, pool.gumbels, pool.scales]
