@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """The adapter's layers on the few nodes of a round: matrices with what surrounds them, and attention along paths.
 
 A round of growth runs the adapter on 1 to 8 nodes. Its matrices are then a read of their weights, and the norms,
@@ -13,8 +14,17 @@ from torch import Tensor
 
 __all__ = ["adapter_attention", "adapter_linear"]
 
+# Triton's interpreter multiplies bf16 as if it were integers: there the operands are widened first.
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 EPS = 1e-6  # of the adapter's norms
 LINEAR = {"BLOCK_N": 16, "BLOCK_K": 256, "num_warps": 4, "num_stages": 3}
+
+
+@triton.jit
+def _dot(a, b, total):
+    if _INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision="ieee")
 
 
 @triton.jit
@@ -55,10 +65,10 @@ def _linear_kernel(
             part = normed.to(part.dtype)  # as the norm itself returns it
         block = inside[:, None] & used[None, :]
         values = tl.load(matrix + column[:, None], mask=block, other=0.0)
-        total = tl.dot(part, values, total, input_precision="ieee")
+        total = _dot(part, values, total)
         if ACTIVATION == "swiglu":  # the gate's rows come first, the values' behind them
             values = tl.load(matrix + features * weight_row + column[:, None], mask=block, other=0.0)
-            second = tl.dot(part, values, second, input_precision="ieee")
+            second = _dot(part, values, second)
     if bias is not None:
         total += tl.load(bias + n, mask=used, other=0.0).to(tl.float32)[None, :]
         if ACTIVATION == "swiglu":
@@ -209,7 +219,7 @@ def adapter_attention(
             projection); not rotated yet.
         keys, values: `[B, heads, prefix + M, hd]`, one layout; rows of nodes before `first` are filled.
         nodes, paths: int64 `[3, B, M]` and int32 `[B, M, D]` of a `Growth`.
-        rope: cosine and sine `[positions, hd / 2]`, fp32; a node of depth `d` is at position `d + 1`. None: no rotation.
+        rope: cosine and sine `[positions, hd / 2]`, fp32; a node of depth `d` is at position `d + 1`. None: none.
         config: `num_warps`.
 
     Returns:

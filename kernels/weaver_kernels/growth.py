@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """Best-first growth of trees by an adapter's scores: one launch a round beside the adapter's own (`adapter_step`).
 
 `expand` scores the candidates of each node's next depth, keeps the best as cells of the frontier, and

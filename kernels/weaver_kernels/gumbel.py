@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """Counter-based Gumbel noise in one launch: the draw of a token depends on seed, position and token alone.
 
 One block of Philox-4x32-10 (Salmon et al., SC'11) serves four neighbouring tokens: key = seed, counter = (token // 4,

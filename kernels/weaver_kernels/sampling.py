@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """The target's choice at every node of a tree, without sorting the vocabulary: two launches, capturable.
 
 The first scans all rows in chunks: the best utility (score + noise) of each chunk, and the largest logit of each group

@@ -104,7 +104,7 @@ def grow_scored(
 
 
 class _AdapterStep:
-    """The adapter's states of a round's nodes, `TopKAdapter.step` in one launch a matrix and one a block's attention."""
+    """States of a round's nodes: `TopKAdapter.step` in one launch a matrix and one for the attention of a block."""
 
     def __init__(
         self,
@@ -152,9 +152,7 @@ class _AdapterStep:
             x = adapter_linear(mixed, block.o_proj.weight, residual=x)
             into, out = (block.gate_up_proj, block.down_proj) if block.gated else (block.fc1, block.fc2)
             norm = (block.norm_mlp.weight, block.norm_mlp.bias)
-            inner = adapter_linear(
-                x, into.weight, into.bias, norm=norm, activation="swiglu" if block.gated else "gelu"
-            )
+            inner = adapter_linear(x, into.weight, into.bias, norm=norm, activation="swiglu" if block.gated else "gelu")
             x = adapter_linear(inner, out.weight, out.bias, residual=x)
         return x
 
