@@ -21,9 +21,12 @@ FILTERS = [TopKLogitsWarper(7), TopPLogitsWarper(0.9), MinPLogitsWarper(0.05)]
 
 
 @pytest.fixture(autouse=True)
-def _few_programs(monkeypatch):
-    """The interpreter takes its time for each."""
-    monkeypatch.setitem(growth.SCORE, "BLOCK_C", 16)
+def _few_programs(request, monkeypatch):
+    """The interpreter takes its time for each; on a GPU only the tests at the real size run."""
+    if "gpu" not in request.keywords:
+        if torch.cuda.is_available():
+            pytest.skip("in the interpreter, on a machine without a GPU")
+        monkeypatch.setitem(growth.SCORE, "BLOCK_C", 16)
 
 
 def compare(generation, layers, fold, *, batch=1, coupled=False, filters=(), head=None, widths=(1, 3, 2)):

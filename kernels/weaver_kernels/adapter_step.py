@@ -156,7 +156,7 @@ def _turned(row, feature, width, cos, sin):
     return (x.to(tl.float32) * cos + sign * (partner.to(tl.float32) * sin)).to(x.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])  # it differs from round to round
 def _attention_kernel(
     q, k, v, keys, values, nodes, paths, cos, sin, out, slots, depths, first, prefix, width, scaling,
     qkv_row, qkv_node, table_row, table_head, table_slot, out_row, out_node,

@@ -212,7 +212,7 @@ def _advance(
                 tl.store(line, entering.to(next_inputs.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])  # it differs from round to round
 def _expand_kernel(
     states, norm_weight, norm_bias, rows, pool_ids, logits, gumbels, scales, scores, arrived, nodes, node_scores, paths,
     cell_scores, cell_ranks, inputs, positions, next_inputs, slots, depths, pool, first, rank, width,

@@ -27,7 +27,7 @@ from torch import Tensor
 __all__ = ["choose_tokens"]
 
 SCAN = {"CHUNK": 4096, "num_warps": 4}
-CHOOSE = {"TILE": 64, "num_warps": 8}
+CHOOSE = {"TILE": 32, "num_warps": 8}
 GROUP = 256  # neighbouring tokens that share a maximum
 TRAILING_ZEROS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # bits of the logits' fp32 images
 
