@@ -56,7 +56,7 @@ class Case:
         self.rule = DraftRule([1.0] * DEPTHS)
         self.tables = FoldedTables.build(self.adapter, self.embedding, self.head) if fold else None
 
-    def arguments(self, block: DraftBlock) -> Any:
+    def arguments(self, block: DraftBlock) -> tuple[Any, Any, Any, Any, Any, Any]:
         return self.adapter, self.embedding, self.head, block, self.target_hidden, self.rule
 
     def plain(self, block: DraftBlock, widths: list[int]):
