@@ -105,6 +105,10 @@ class DraftRule:
         scales = scales[:, None, : logits.shape[1]] if depths is None else scales[:, depths]
         return candidate_log_probs(logits, scales[0, ..., None], self.filters, gumbels, scales[1, ..., None])
 
+    def scales(self, depths: int, device: torch.device) -> Tensor:
+        """Temperatures and taus of the first `depths` depths, fp32 `[2, depths]`, contiguous."""
+        return self._scales_on(device)[:, :depths].contiguous()
+
     def _scales_on(self, device: torch.device) -> Tensor:
         """Temperatures and taus `[2, D]`, uploaded once: an upload waits for the device, and a tree asks each round."""
         if device not in self._uploaded:
