@@ -44,8 +44,9 @@ class AttentionConfig(NamedTuple):
 
 
 # (largest head dimension, largest number of packed rows) -> rows, slots, warps, stages, programs a multiprocessor.
-# Bytes of shared memory: 2 * dim * (rows + 2 * slots * stages), of 227 KB; a tile of 128 x 256 also keeps half of all
-# registers in its accumulator, so one program a multiprocessor is all that fits there.
+# Shared memory: 2 * dim * (rows + 2 * slots * stages) bytes of 227 KB (with mma.sync, below 64 rows, a stage fewer and
+# no query). Two stages of tiles barely overlap loads and Hopper's asynchronous products, so D = 256 takes three of 32
+# slots before two of 64; a 128 x 256 accumulator is half of all registers, so there one program fills a multiprocessor.
 _TABLE = {
     (64, 16): (16, 64, 4, 4, 2),
     (64, 64): (64, 64, 4, 3, 2),
@@ -56,10 +57,11 @@ _TABLE = {
     (128, None): (128, 64, 8, 3, 1),
     (256, 16): (16, 32, 4, 3, 2),
     (256, 32): (32, 32, 4, 3, 2),
-    (256, 64): (64, 64, 4, 2, 1),
-    (256, None): (128, 64, 8, 2, 1),
+    (256, 64): (64, 32, 4, 2, 2),
+    (256, None): (128, 32, 8, 3, 1),
 }
-_FULL_PRECISION = (16, 32, 4, 1, 2)  # fp32 has no tensor core product: small tiles, all of it in fused multiply-adds
+# fp32 has no exact tensor core product: small tiles in fused multiply-adds, which spill at 4 warps.
+_FULL_PRECISION = (16, 32, 8, 1, 1)
 
 
 @functools.lru_cache
@@ -141,11 +143,11 @@ def _ancestor_word(bits, node, valid, first, words, stride_bits, stride_words):
     high = tl.load(row + (word + 1) * stride_words, mask=valid & (word >= -1) & (word + 1 < words), other=0)
     low = low.to(tl.uint64, bitcast=True)
     high = high.to(tl.uint64, bitcast=True)
-    one = (first * 0 + 1).to(tl.uint64)
-    return (low >> shift) | ((high << one) << (63 - (first & 63)).to(tl.uint64))  # a shift by 64 is undefined
+    return (low >> shift) | ((high << 1) << (63 - (first & 63)).to(tl.uint64))  # a shift by 64 is undefined
 
 
-@triton.jit
+# Not specialised: one binary serves any number of nodes, splits and words of bits.
+@triton.jit(do_not_specialize=["window", "nodes", "words", "splits"])
 def _split_kernel(
     query,
     key,
@@ -226,7 +228,7 @@ def _split_kernel(
     acc = tl.zeros([ROWS, DIM2], tl.float32)
 
     for tile in range(begin, plain_end):
-        offset = tile.to(tl.int64) * SLOTS
+        offset = tl.cast(tile, tl.int64) * SLOTS
         if DIM2 != DIM:
             k = tl.load(k_base + offset * STRIDE_KS + k_tile, mask=(dim < DIM)[None, :], other=0.0)
             v = tl.load(v_base + offset * STRIDE_VS + v_tile, mask=(dim < DIM)[None, :], other=0.0)
@@ -237,7 +239,7 @@ def _split_kernel(
 
     bits_base = bits + batch64 * stride_bb
     for tile in range(tl.maximum(begin, plain), end):
-        offset = tile.to(tl.int64) * SLOTS
+        offset = tl.cast(tile, tl.int64) * SLOTS
         start = first + tile * SLOTS - length  # relative to the root's slot
         place = start + column
         # What lies behind the tree may be uninitialised, and 0 * NaN is NaN: it is not read.
@@ -264,7 +266,7 @@ def _split_kernel(
     tl.store(stats + at_split * 2 + row * 2 + 1, total, mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "nodes", "splits"])
 def _merge_kernel(
     partial,
     stats,
