@@ -15,6 +15,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 from transformers.generation import InfNanRemoveLogitsProcessor, TopHLogitsWarper
+from transformers.generation import logits_process as stock
 
 from weaver_hf.noise import gumbel
 from weaver_hf.scoring import (
@@ -23,6 +24,7 @@ from weaver_hf.scoring import (
     candidate_log_probs,
     drafter_processors,
     is_stateless,
+    known_warpers,
     process_nodes,
 )
 
@@ -127,3 +129,18 @@ def test_a_rule_uploads_its_temperatures_once(monkeypatch):
     assert len(made) == 1
     torch.testing.assert_close(rule.log_probs(logits()[:, :3], depths=depths), first[:, :3])
     assert len(made) == 1
+
+
+def test_the_warpers_that_the_acceptance_kernel_knows_become_its_arguments_and_no_others():
+    heat, top_k, top_p, min_p = (
+        stock.TemperatureLogitsWarper(0.7),
+        stock.TopKLogitsWarper(5),
+        stock.TopPLogitsWarper(0.9),
+        stock.MinPLogitsWarper(0.1),
+    )
+    assert known_warpers([]) == {}
+    arguments = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1}
+    assert known_warpers([heat, top_k, top_p, min_p]) == arguments
+    for others in ([top_k, heat], [top_k, top_k], [stock.TopKLogitsWarper(5, min_tokens_to_keep=9)]):
+        assert known_warpers(others) is None
+    assert known_warpers([heat, stock.TypicalLogitsWarper(0.9)]) is None

@@ -308,19 +308,31 @@ class AdapterScorer:
         tables: FoldedTables | None = None,
     ) -> None:
         self._adapter, self._embedding, self._head, self._tables = adapter, embedding, head, tables
-        self._block, self._rule = block, rule
-        self._prefix = adapter.prefix(target_hidden, block.hidden)
+        self._block, self._rule, self._target_hidden = block, rule, target_hidden
         self._table: list[KeyValue] = []
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """What it was made of, for a growth that scores by kernels of its own."""
+        return {
+            "adapter": self._adapter,
+            "embedding": self._embedding,
+            "head": self._head,
+            "block": self._block,
+            "target_hidden": self._target_hidden,
+            "rule": self._rule,
+            "tables": self._tables,
+        }
 
     def __call__(self, token_ids: Tensor, depths: Tensor, ancestors: Tensor, first: int) -> Tensor:
         """See `Scorer`."""
         adapter = self._adapter
         if not self._table:
-            self._table = adapter.table(self._prefix, ancestors.shape[-1])
+            self._table = adapter.table(adapter.prefix(self._target_hidden, self._block.hidden), ancestors.shape[-1])
         if self._tables is not None:
             inputs = F.embedding(token_ids, self._tables.inputs)
         else:
-            inputs = adapter.token_inputs(self._embedding(token_ids).to(self._prefix[0][0]))
+            inputs = adapter.token_inputs(self._embedding(token_ids).to(self._table[0][0]))
         depth = depths.clamp(max=self._block.token_ids.shape[1] - 1)
         states = adapter.step(inputs, depth, self._table, ancestors, first)
         pool = depth[..., None].expand(-1, -1, self._block.token_ids.shape[-1])

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
+from weaver_kernels.dispatch import use_triton
+
 from .acceptance import choose, follow, plant
 from .drafter import DrafterContext, StaticContext
 from .noise import GumbelField
 from .proposal import DraftContext
-from .scoring import is_stateless, process_nodes
+from .scoring import is_stateless, known_warpers, process_nodes
 from .target.cache import check_verified, padding_of
 from .target.compat import CACHE_KEY
 from .target.fused import fuse_projections, listeners
@@ -127,11 +129,18 @@ class CapturedStep:
     def _accept(self, generator: "WeaverCandidateGenerator", processors: Any, ends: Tensor, sampled: bool) -> None:
         """The target's choices down the tree, cut at an end token and at the length limit."""
         tree, scores = self.tree, self.logits
-        if processors:
-            scores = process_nodes(processors, tree.token_ids, scores)
         noise = GumbelField(self.seeds, self.position) if sampled else None
-        nodes = torch.arange(tree.num_nodes, device=tree.device)
-        choices = choose(tree, nodes, scores, noise, generator.margin)
+        warpers = known_warpers(processors)
+        if generator.margin is None and warpers is not None and use_triton(scores):
+            from weaver_kernels.sampling import choose_tokens  # Triton is asked for where it is used
+
+            gumbels = None if noise is None else noise.rows(tree.depth_limit + 1, scores.shape[-1])
+            choices = choose_tokens(scores, tree.depths, gumbels, **warpers)
+        else:
+            if processors:
+                scores = process_nodes(processors, tree.token_ids, scores)
+            nodes = torch.arange(tree.num_nodes, device=tree.device)
+            choices = choose(tree, nodes, scores, noise, generator.margin)
         if generator.planted is not None:
             choices = plant(tree, choices, generator.planted)
         path, tokens, lengths = follow(tree, choices)

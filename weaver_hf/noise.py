@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from weaver_kernels.dispatch import use_triton
+
 __all__ = ["GumbelField", "gumbel", "philox", "row_seeds"]
 
 _ROUNDS = 10
@@ -56,6 +58,10 @@ def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     Returns:
         fp32 `[B, P, V]`.
     """
+    if use_triton(positions):
+        from weaver_kernels.gumbel import gumbel as kernel  # Triton is asked for where it is used
+
+        return kernel(seeds, positions, vocab_size)
     batch, count = positions.shape
     blocks = -(-vocab_size // 4)
     out = torch.empty(batch, count, 4 * blocks, device=positions.device)

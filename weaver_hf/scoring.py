@@ -1,8 +1,10 @@
 """From logits to the scores that decide: the target's at every node, the drafter's for its candidates."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from transformers.generation import logits_process as stock
 
 from .configuration_weaver import TreeConfig
 
-__all__ = ["DraftRule", "candidate_log_probs", "drafter_processors", "is_stateless", "process_nodes"]
+__all__ = ["DraftRule", "candidate_log_probs", "drafter_processors", "is_stateless", "known_warpers", "process_nodes"]
 
 # Processors of transformers whose output depends on the scores alone, row by row: one call serves all nodes. By exact
 # type, because a subclass may read the history.
@@ -39,6 +41,30 @@ def is_stateless(processors: Sequence[LogitsProcessor]) -> bool:
     One that is not makes the whole list sequential: the order of a list is part of its meaning.
     """
     return all(type(processor) in _STATELESS for processor in processors)
+
+
+# The warpers that the acceptance kernel knows, in transformers' own order, with their argument's name.
+_WARPERS: tuple[tuple[type, str], ...] = (
+    (stock.TemperatureLogitsWarper, "temperature"),
+    (stock.TopKLogitsWarper, "top_k"),
+    (stock.TopPLogitsWarper, "top_p"),
+    (stock.MinPLogitsWarper, "min_p"),
+)
+
+
+def known_warpers(processors: Sequence[LogitsProcessor]) -> dict[str, Any] | None:
+    """Arguments of `weaver_kernels.sampling.choose_tokens` for a list of processors, None where it cannot serve it."""
+    arguments: dict[str, Any] = {}
+    places = []
+    for processor in processors:
+        place = next((i for i, (kind, _) in enumerate(_WARPERS) if type(processor) is kind), None)
+        usual = (getattr(processor, "filter_value", -math.inf), getattr(processor, "min_tokens_to_keep", 1))
+        if place is None or usual != (-math.inf, 1):
+            return None
+        places.append(place)
+        name = _WARPERS[place][1]
+        arguments[name] = float(getattr(processor, name)) if name != "top_k" else int(processor.top_k)
+    return arguments if places == sorted(set(places)) else None
 
 
 def process_nodes(processors: Sequence[LogitsProcessor], sequences: Tensor, logits: Tensor) -> Tensor:

@@ -10,9 +10,12 @@ what it took, and does not score the last batch.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from weaver_kernels.dispatch import use_triton
 
 from ..tree import TokenTree
 from .marginal import best
@@ -44,6 +47,12 @@ class ConditionalBuilder:
     def __call__(self, context: DraftContext) -> TokenTree:
         assert context.block is not None
         assert context.score is not None
+        parts = getattr(context.score, "parts", None)
+        if self.prune and parts is not None and use_triton(context.anchors):
+            from .conditional_kernels import grow_adapter  # Triton is asked for where it is used
+
+            tree: dict[str, Any] = {"budget": self.budget, "widths": self.widths, "children": self.children}
+            return grow_adapter(anchors=context.anchors, **tree, **parts)
         return self.grow(context.block.token_ids, context.anchors, context.score)
 
     def grow(self, token_ids: Tensor, anchors: Tensor, score: Scorer) -> TokenTree:
