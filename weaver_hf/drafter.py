@@ -15,6 +15,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from weaver_kernels import ops
+from weaver_kernels.dispatch import use_triton
+from weaver_kernels.reference import TreeTopology
+
 __all__ = ["BlockDrafter", "DraftBlock", "DrafterContext", "StaticContext"]
 
 KeyValue = tuple[Tensor, Tensor]
@@ -129,13 +133,6 @@ class StaticContext(DrafterContext):
         self.lens += self.added
         self.positions += self.added
 
-    def used(self) -> list[KeyValue]:
-        return self.layers
-
-    def places(self, batch: int, device: torch.device) -> Tensor:
-        slot = torch.arange(self.layers[0][0].shape[2], device=device)
-        return torch.where(slot < self.lens[:, None], slot + (self.positions - self.lens)[:, None], -1)
-
     def ahead(self, count: int, batch: int, device: torch.device) -> Tensor:
         return self.positions[:, None] + torch.arange(count, device=device)
 
@@ -149,6 +146,10 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if use_triton(x) and not torch.is_grad_enabled():
+            from weaver_kernels.fused import rms_norm  # Triton is asked for where it is used
+
+            return rms_norm(x, self.weight, self.eps, plus_one=False)[0]
         normed = x.float()
         normed = normed * torch.rsqrt(normed.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * normed.to(x.dtype)
@@ -217,6 +218,16 @@ class DrafterAttention(nn.Module):
         out = mixed.permute(0, 2, 4, 1, 3, 5).reshape(batch, blocks, rows, heads * dim)
         return self.o_proj(out)
 
+    def attend(self, x: Tensor, rope: KeyValue, context: "StaticContext", layer: int, topology: TreeTopology) -> Tensor:
+        """The same for one block a text, `x [B, Q, H]`, whose keys and values go behind those of a static context."""
+        q = rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.dim))).transpose(-2, -3), rope)
+        buffers = context.layers[layer]
+        slots = context.lens[:, None] + torch.arange(x.shape[1], device=x.device)
+        for buffer, row in zip(buffers, self.key_value(x, rope), strict=True):
+            buffer.scatter_(2, slots[:, None, :, None].expand_as(row), row)
+        out = ops.tree_attention(q, *buffers, context.lens, topology, self.dim**-0.5, window=self.window)
+        return self.o_proj(out.flatten(-2))
+
 
 class DrafterMLP(nn.Module):
     """SwiGLU."""
@@ -273,6 +284,26 @@ class BlockDrafter(nn.Module):
         layers: Iterable[Any] = self.layers
         return [layer.self_attn.key_value(fused, rope) for layer in layers]
 
+    def block(self, noise: Tensor, context: "StaticContext") -> Tensor:
+        """Final hidden states `[B, Q, H]` of one block a text behind a static context, whatever its capacity.
+
+        Args:
+            noise: `[B, Q, H]`, the target's embeddings of the anchor and of mask tokens.
+            context: with room for `Q` rows behind those that count.
+        """
+        batch, rows, _ = noise.shape
+        positions = context.ahead(rows, batch, noise.device)
+        rope = rope_at(positions, self.head_dim, self.theta, noise.dtype)
+        # Every slot of a block sees every other, or in causal layers those before it: as a tree, all of it or a chain.
+        whole, chain = (_as_tree(batch, rows, causal, noise.device) for causal in (False, True))
+        x = noise
+        layers: Iterable[Any] = self.layers
+        for index, layer in enumerate(layers):
+            topology = chain if layer.self_attn.causal else whole
+            x = x + layer.self_attn.attend(layer.input_layernorm(x), rope, context, index, topology)
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return self.norm(x)
+
     def forward(self, noise: Tensor, context: list[KeyValue], context_positions: Tensor, positions: Tensor) -> Tensor:
         """Final hidden states of every slot.
 
@@ -291,6 +322,15 @@ class BlockDrafter(nn.Module):
         for layer, kv in zip(self.layers, context, strict=True):
             x = layer(x, rope, kv, context_positions, positions)
         return self.norm(x)
+
+
+def _as_tree(batch: int, rows: int, causal: bool, device: torch.device) -> TreeTopology:
+    """Who sees whom in a block of up to 63 rows, as attention over trees is told."""
+    row = torch.arange(rows, device=device)
+    seen = row[:, None] >= row if causal else torch.ones(rows, rows, dtype=torch.bool, device=device)
+    bits = torch.where(seen, 1 << row, 0).sum(-1, keepdim=True)
+    depths, none = row.expand(batch, -1), row[:0]
+    return TreeTopology(depths - 1, depths, seen.expand(batch, -1, -1), bits.expand(batch, -1, -1), none)
 
 
 def rope_at(positions: Tensor, dim: int, theta: float, dtype: torch.dtype) -> KeyValue:

@@ -385,7 +385,7 @@ def make_step(
         taps, state_before = TapStates(*rows), rows[1][:, 0].clone()
         if weaver.drafter is not None:
             like = weaver.drafter.context_rows(rows[0][:, :1].to(weaver.dtype), torch.zeros_like(cache.path[:, :1]))
-            context = StaticContext(like, capacity + cache.path.shape[1], cache.lengths)
+            context = StaticContext(like, capacity + max(cache.path.shape[1], weaver.config.block_size), cache.lengths)
     integers = {"dtype": torch.long, "device": device}
     parents = torch.zeros(batch, nodes, **integers)  # type: ignore[call-overload]
     parents[:, 0] = -1

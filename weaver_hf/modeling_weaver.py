@@ -20,7 +20,7 @@ from .checkpoints import format_of
 from .checkpoints.adapters import check_finite, load_adapter
 from .configuration_weaver import AdapterConfig, TreeConfig, WeaverConfig
 from .custom_generate import decode, write_door
-from .drafter import BlockDrafter, DraftBlock, DrafterContext, RMSNorm
+from .drafter import BlockDrafter, DraftBlock, DrafterContext, RMSNorm, StaticContext
 from .errors import CheckpointError, MissingDrafterError, NotAttachedError, TreeConfigError
 from .hub import PUSH_OPTIONS, push
 from .noise import GumbelField
@@ -290,10 +290,14 @@ class WeaverModel(PeftWeaver, PreTrainedModel):
         assert target is not None
         depths = min(self.config.block_size - 1, len(rule.temperatures))
         masks = torch.full_like(anchors, self.config.mask_token_id).expand(-1, self.config.block_size - 1)
-        slots = target.get_input_embeddings()(torch.cat([anchors, masks], 1))[:, None]
+        slots = target.get_input_embeddings()(torch.cat([anchors, masks], 1))
         batch, device = len(anchors), anchors.device
-        positions = context.ahead(self.config.block_size, batch, device)[:, None]
-        hidden = drafter(slots, context.used(), context.places(batch, device), positions)[:, 0, 1 : depths + 1]
+        if isinstance(context, StaticContext):
+            hidden = drafter.block(slots, context)[:, 1 : depths + 1]
+        else:
+            positions = context.ahead(self.config.block_size, batch, device)[:, None]
+            places = context.places(batch, device)
+            hidden = drafter(slots[:, None], context.used(), places, positions)[:, 0, 1 : depths + 1]
         logits = target.get_output_embeddings()(hidden).float()  # [B, D, V]
         gumbels = None if noise is None else noise.rows(depths, logits.shape[-1])
         log_probs, token_ids = rule.log_probs(logits, gumbels).topk(min(pool, logits.shape[-1]), -1)

@@ -71,12 +71,13 @@ def tree_attention(
     starts: Tensor | None = None,
     visible: Tensor | None = None,
     gate: Tensor | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Attention of nodes over the committed slots of `key, value [B, Hkv, S, D]` and their own ancestors behind them.
 
     Args:
         query: `[B, Hq, T, D]`; the nodes' own keys and values lie at slots `lens[b] + node`.
-        lens, starts: see `reference.visible_slots`.
+        lens, starts, window: see `reference.visible_slots`.
         visible: the same as bool `[B, T, S]` where the caller has it; used by the plain version.
         gate: `[B, T, Hq, D]`, whose sigmoid the output is multiplied with; None for none.
 
@@ -87,9 +88,9 @@ def tree_attention(
         from .attention import tree_attention as kernel
 
         if takes(_attention_unsupported(query)):
-            return kernel(query, key, value, lens, topology, scaling, starts, gate=gate)
+            return kernel(query, key, value, lens, topology, scaling, starts, window, gate=gate)
     if visible is None:
-        visible = reference.visible_slots(topology, lens, key.shape[2], starts)
+        visible = reference.visible_slots(topology, lens, key.shape[2], starts, window)
     output = reference.tree_attention(query, key, value, visible, scaling)
     return (output if gate is None else output * gate.sigmoid()).contiguous()
 
