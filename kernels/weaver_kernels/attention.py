@@ -9,6 +9,8 @@ captured graph serves every context length.
 Tree attention over a shared prefix is described in DeFT (arXiv 2404.00242), split-KV decoding in Flash-Decoding.
 """
 
+# mypy: allow-untyped-defs
+# (triton types the parameters of kernels at the launch)
 import functools
 import math
 from typing import NamedTuple
@@ -467,8 +469,8 @@ def _check(
     batch, heads, nodes, dim = query.shape
     if key.shape != value.shape or (key.shape[0], key.shape[3]) != (batch, dim) or heads % key.shape[1]:
         raise ValueError(
-            f"Found query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}; expected [B, Hq, T, "
-            "D] and twice [B, Hkv, S, D] with Hq a multiple of Hkv. Pass the buffers without repeating heads."
+            f"Found query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}; expected [B, Hq, "
+            "T, D] and twice [B, Hkv, S, D] with Hq a multiple of Hkv. Pass the buffers without repeating heads."
         )
     if topology.depths.shape != (batch, nodes):
         raise ValueError(
@@ -479,8 +481,8 @@ def _check(
         raise ValueError(f"Found a head dimension of {dim}; expected at most 256. Use the reference for this model.")
     if query.dtype not in (torch.float32, torch.bfloat16, torch.float16) or {key.dtype, value.dtype} != {query.dtype}:
         raise TypeError(
-            f"Found {query.dtype}, {key.dtype}, {value.dtype}; expected one of float32, bfloat16 and float16 for query, "
-            "key and value. Convert them, or use the reference."
+            f"Found {query.dtype}, {key.dtype}, {value.dtype}; expected one of float32, bfloat16 and float16 for "
+            "query, key and value. Convert them, or use the reference."
         )
     for name, x in (("query", query), ("key", key), ("value", value), ("gate", gate)):
         if x is not None and x.stride(-1) != 1:
