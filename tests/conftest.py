@@ -4,9 +4,9 @@ import os
 
 import torch
 
+# Without a GPU the Triton kernels run in its interpreter, which is chosen when triton is first imported: by what follows.
 if not torch.cuda.is_available():
-    # Kernels run in triton's interpreter. Triton reads this when it is imported, which transformers' models do.
-    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import transformers

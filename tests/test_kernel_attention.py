@@ -1,5 +1,8 @@
 """The tree attention kernel: on CPU in triton's interpreter, on a GPU as compiled, always against the reference."""
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -240,6 +243,62 @@ def test_inputs_that_do_not_fit_each_other_are_refused():
         tree_attention(case.query, key.repeat(1, 3, 1, 1), value, case.lens, case.topology, 1.0)
     with pytest.raises(ValueError, match="at most 256"):
         Case(1, dim=272).run()
+
+
+COMPILE = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from weaver_kernels import attention
+
+def build(kernel, target, limit, name, constants, warps, stages):
+    floats = ("partial", "stats")
+    indices = ("lens", "starts", "bits", "depths")
+    inputs = ("query", "key", "value", "sinks", "gate", "output")
+    signature, aligned = {}, {}
+    for i, arg in enumerate(kernel.arg_names):
+        signature[arg] = (
+            "constexpr" if arg in constants else "*fp32" if arg in floats else "*i64" if arg in indices
+            else "*" + name if arg in inputs else "fp32" if arg in ("scale", "softcap") else "i32"
+        )
+        if signature[arg][0] == "*" or arg.startswith(("stride_q", "stride_k", "stride_v")):
+            aligned[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, aligned)
+    made = triton.compile(source, target=target, options={"num_warps": warps, "num_stages": stages})
+    assert made.metadata.shared <= limit, (constants, made.metadata.shared)
+
+def compile_for(target, limit, nodes, dim, dtype, name, **absent):
+    query = torch.empty(1, 24, nodes, dim, dtype=dtype, device="meta")
+    config = attention.attention_config(query, query[:, :4])
+    constants = dict(STRIDE_KS=dim, STRIDE_VS=dim, G=6, DIM=dim, DIM2=triton.next_power_of_2(dim), ROWS=config.rows,
+                     SLOTS=config.slots, PRECISION="ieee" if name == "fp32" else "tf32")
+    build(attention._split_kernel, target, limit, name, constants | absent, config.warps, config.stages)
+
+hopper, limit = GPUTarget("cuda", 90, 32), 227 * 1024
+plain = dict(starts=None, window=None, softcap=None)
+for nodes in (1, 4, 10, 64):
+    compile_for(hopper, limit, nodes, 256, torch.bfloat16, "bf16", **plain)
+compile_for(hopper, limit, 64, 80, torch.float16, "fp16")
+compile_for(hopper, limit, 64, 256, torch.float32, "fp32", **plain)
+merge = dict(G=6, DIM=80, WIDTH=128, SLOTS=32, SPLITS2=64, MERGED=16, LOG2E=attention.LOG2E)
+build(attention._merge_kernel, hopper, limit, "bf16", merge, 4, 3)
+torch.version.hip = "6"
+amd = GPUTarget("hip", "gfx942", 64)
+for nodes in (1, 64):
+    compile_for(amd, 64 * 1024, nodes, 256, torch.bfloat16, "bf16")
+build(attention._merge_kernel, amd, 64 * 1024, "bf16", merge, 4, 1)
+"""
+
+
+@pytest.mark.slow
+def test_the_kernels_compile_for_hopper_and_rocm_and_fit_their_shared_memory(tmp_path):
+    """Without a GPU. The interpreter accepts more than the compiler does."""
+    env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    env["PYTHONPATH"] = os.pathsep.join(sys.path)
+    script = tmp_path / "compile.py"
+    script.write_text(COMPILE, encoding="utf-8")
+    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")]
