@@ -9,8 +9,8 @@ captured graph serves every context length.
 Tree attention over a shared prefix is described in DeFT (arXiv 2404.00242), split-KV decoding in Flash-Decoding.
 """
 
-# mypy: disable-error-code="no-untyped-def,attr-defined"
-
+# mypy: allow-untyped-defs
+# (triton types the parameters of kernels at the launch)
 import functools
 import math
 from typing import NamedTuple
@@ -97,6 +97,8 @@ def attention_config(query: Tensor, key: Tensor) -> AttentionConfig:
     if query.dtype != torch.float32:
         chosen = next(c for (d, r), c in _TABLE.items() if dim <= d and (r is None or packed <= r))
     rows, slots, warps, stages, programs = chosen
+    if torch.version.hip:  # 64 KB of shared memory a multiprocessor
+        rows, slots, warps, stages = min(rows, 64), min(slots, 32), 4, 1
     wanted = programs * _multiprocessors(query.device)
     splits = split_count(-(-packed // rows) * batch * kv_heads, wanted, -(-capacity // slots))
     return AttentionConfig(rows, slots, warps, stages, splits)
