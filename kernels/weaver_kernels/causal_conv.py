@@ -94,7 +94,7 @@ def causal_conv_tree(
 def default_config(nodes: int, channels: int) -> ConvConfig:
     """Enough programs for all processors: latency is what a small tree pays, so its programs hold fewer nodes."""
     block = min(256, triton.next_power_of_2(channels))
-    return ConvConfig(nodes=2 if nodes <= 16 else 4 if nodes <= 64 else 8, channels=block, warps=2)
+    return ConvConfig(nodes=2 if nodes <= 64 else 8, channels=block, warps=2)
 
 
 def tree_topology(parents: Tensor, width: int) -> TreeTopology:
