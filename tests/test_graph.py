@@ -165,6 +165,19 @@ def test_an_exception_in_the_middle_leaves_model_and_cache_usable(captured):
     assert torch.equal(decode(model, ids_of(3)), stock)
 
 
+def test_builders_with_trees_of_other_depths_do_not_share_buffers(captured):
+    """A chain of a whole suffix match is as deep as the budget; a block's trees are not."""
+    model, weaver = captured
+    weaver.tree_config.budget = 31
+    options = {"max_new_tokens": 90, "eos_token_id": 8191}
+    ids = ids_of(120)  # its answer repeats itself
+    stock = decode(model, ids, **options)
+    for builder in ("marginal", "suffix"):
+        weaver.tree_config.builder = builder
+        assert torch.equal(decode(model, ids, assistant_model=weaver, **options), stock)
+    assert max(weaver.stats.runs) > 16, "deeper than a block"
+
+
 def test_steps_are_reused_bounded_and_freed(captured, monkeypatch):
     model, weaver = captured
     steps = attachment_of(model).steps
@@ -199,6 +212,6 @@ def test_short_calls_capture_nothing_unless_warmed_up(captured, monkeypatch):
     assert not steps
     weaver.warmup(max_new_tokens=100, prompt_tokens=300)
     (key,) = steps
-    assert key[4] >= 400
+    assert key[5] >= 400
     decode(model, ids_of(3), assistant_model=weaver, max_new_tokens=5)
     assert list(steps) == [key]

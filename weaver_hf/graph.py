@@ -6,6 +6,7 @@ the same with a tree of one node.
 """
 
 import copy
+import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -214,9 +215,15 @@ class CapturedStep:
                 part()
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
-            part()
+        graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
+        gc.collect()
+        gc.disable()  # a graph that is collected while another is captured invalidates it
+        try:
+            with torch.cuda.graph(graph, pool=self.pool):
+                part()
+        finally:
+            if collecting:
+                gc.enable()
 
         def replay(part: Callable[[], None] = part) -> None:  # the part owns tensors that the graph reads
             graph.replay()
@@ -343,9 +350,10 @@ def checkout(
     for key in [key for key in steps if key[1] == id(generator.weaver) and key[0] != mark]:
         del steps[key]
     need = length + min(asked or state.remaining, MAX_RESERVED) + nodes
-    fits = [k for k in steps if k[1:4] == (id(generator.weaver), nodes, planes) and k[4] >= need]
+    kind = (id(generator.weaver), nodes, generator.depth_limit, planes)
+    fits = [key for key in steps if key[1:5] == kind and key[5] >= need]
     if fits:
-        key = min(fits, key=lambda k: k[4])
+        key = min(fits, key=lambda k: k[5])
         step = steps.pop(key)
     elif (asked or state.remaining) < CAPTURE_FROM:
         _say(f"The step runs eagerly: fewer than {CAPTURE_FROM} new tokens, and nothing captured that fits.")
@@ -358,7 +366,7 @@ def checkout(
             mark = fingerprint(model, generator.weaver)
             for key in [key for key in steps if key[0] != mark]:
                 del steps[key]
-        key = (mark, id(generator.weaver), nodes, planes, capacity)
+        key = (mark, *kind, capacity)
         _bound(steps, MAX_STEPS - 1)
         step = make_step(model, generator, prompt, nodes, capacity)
     try:
