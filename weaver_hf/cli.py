@@ -2,7 +2,6 @@
 
 import json
 import sys
-from enum import Enum
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
@@ -23,7 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 from .acceptance import RULES
 from .bench import DOMAINS, load_prompts, run_bench
 from .bench.harness import report
-from .checkpoints import speculators, trymirai, zlab
+from .cli_convert import convert
 from .configuration_weaver import WeaverConfig
 from .errors import CheckpointError, EmptyPromptError, WeaverError
 from .modeling_weaver import WeaverModel
@@ -39,6 +38,7 @@ app = typer.Typer(
 )
 
 app.add_typer(train_app, name="train")
+app.command()(convert)
 
 # In this order, one colour an accepted run; readable on dark and light backgrounds.
 RUN_COLOURS = ("green", "blue", "magenta", "dark_orange3")
@@ -318,46 +318,6 @@ def bench_table(data: dict[str, Any]) -> Table:
             end_section=row["domain"] == "all",
         )
     return table
-
-
-class Layout(str, Enum):
-    """Layouts that `convert` writes."""
-
-    weaver = "weaver"
-    zlab = "zlab"
-    speculators = "speculators"
-    trymirai = "trymirai"
-
-
-@app.command()
-def convert(
-    source: Annotated[str, typer.Argument(help="Drafter, with or without an adapter: a local folder or a Hub id.")],
-    destination: Annotated[Path, typer.Argument(help="Folder to write; for trymirai also a .pth file.")],
-    to: Annotated[Layout, typer.Option(help="Layout to write.")] = Layout.weaver,
-    adapter: Annotated[
-        str | None, typer.Option(help="Adapter to put beside the drafter: a .pth file, a local folder or a Hub id.")
-    ] = None,
-) -> None:
-    """Write a drafter or an adapter in another layout; tensors are never changed.
-
-    weaver: ours, drafter and adapter in one folder. zlab, speculators: the drafter, for DFlash tools and vLLM.
-    trymirai: the adapter, for the authors' SGLang.
-
-    [dim]Example:[/] weaver-hf convert z-lab/Qwen3.6-27B-DFlash both --adapter trymirai/weaver
-    """
-    if destination.is_file() or (destination.is_dir() and any(destination.iterdir())):
-        raise typer.BadParameter(f"{destination} is there already; name a new one", param_hint="DESTINATION")
-    weaver = WeaverModel.from_pretrained(source, adapter=adapter)
-    console = Console(highlight=False)
-    if to is Layout.weaver:
-        weaver.save_pretrained(destination)
-    elif to is Layout.trymirai:
-        trymirai.write(weaver, destination)
-    else:
-        {Layout.zlab: zlab, Layout.speculators: speculators}[to].write(weaver, destination)
-        if weaver.has_adapter:
-            console.print("The adapter is no part of this layout; write it with --to trymirai.", soft_wrap=True)
-    console.print(f"written to {destination}", soft_wrap=True, markup=False)
 
 
 if __name__ == "__main__":
