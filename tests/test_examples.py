@@ -119,28 +119,25 @@ def test_models_are_listed(client):
 
 
 def test_a_completion_is_what_generate_writes(client, trio):
-    new, text = greedy(trio, PROMPT, max_new_tokens=24)
-    answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=24, temperature=0)
+    new, text = greedy(trio, PROMPT, max_new_tokens=20)
+    answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=20, temperature=0)
     assert answer.choices[0].text == text
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage.completion_tokens == len(new)
     ids = trio[1](PROMPT).input_ids
     assert answer.usage.prompt_tokens == len(ids)
-    assert client.completions.create(model="tiny", prompt=ids, max_tokens=24).choices[0].text == text
+    assert client.completions.create(model="tiny", prompt=ids, max_tokens=20).choices[0].text == text
     default = client.completions.create(model="tiny", prompt=PROMPT)
     assert default.usage.completion_tokens == 16, "the server's own limit"
 
 
-@pytest.mark.parametrize(
-    "sampling", [{"temperature": 0.8}, {"temperature": 1.0, "top_p": 0.7}, {"top_p": 0.9}], ids=str
-)
+@pytest.mark.parametrize("sampling", [{"temperature": 1.0, "top_p": 0.7}, {"top_p": 0.9}], ids=str)
 def test_a_seed_gives_the_text_of_generate_under_that_seed(client, trio, sampling):
     torch.manual_seed(7)
-    _, text = greedy(trio, PROMPT, max_new_tokens=16, do_sample=True, **sampling)
-    create = {"model": "tiny", "prompt": PROMPT, "max_tokens": 16, **sampling}
+    _, text = greedy(trio, "Once upon", max_new_tokens=16, do_sample=True, **sampling)
+    create = {"model": "tiny", "prompt": "Once upon", "max_tokens": 16, **sampling}
     assert client.completions.create(**create, seed=7).choices[0].text == text
-    others = {client.completions.create(**create).choices[0].text for _ in range(2)}
-    assert others != {text}, "without a seed every text is another one"
+    assert client.completions.create(**create).choices[0].text != text, "without a seed every text is another one"
 
 
 def test_a_streamed_chat_arrives_in_pieces_that_make_up_the_whole(client, trio):
@@ -161,9 +158,9 @@ def test_a_streamed_chat_arrives_in_pieces_that_make_up_the_whole(client, trio):
 
 
 def test_a_stop_string_ends_the_text_and_no_part_of_it_is_sent(client, trio):
-    new, text = greedy(trio, PROMPT, max_new_tokens=48)
+    new, text = greedy(trio, PROMPT, max_new_tokens=32)
     stop = text[31:38]  # across tokens, and long enough to have a beginning that must be held back
-    create = {"model": "tiny", "prompt": PROMPT, "max_tokens": 48, "stop": ["@@@", stop]}
+    create = {"model": "tiny", "prompt": PROMPT, "max_tokens": 32, "stop": ["@@@", stop]}
     answer = client.completions.create(**create)
     assert answer.choices[0].text == text[: text.index(stop)]
     assert answer.choices[0].finish_reason == "stop"
@@ -176,8 +173,8 @@ def test_a_stop_string_ends_the_text_and_no_part_of_it_is_sent(client, trio):
 
 def test_characters_of_several_tokens_arrive_whole(client, trio):
     prompt = "naïve – 漢字 ☃ naïve – 漢字 ☃ naïve – 漢字 ☃ naïve –"
-    _, text = greedy(trio, prompt, max_new_tokens=24)
-    chunks = client.completions.create(model="tiny", prompt=prompt, max_tokens=24, stream=True)
+    _, text = greedy(trio, prompt, max_new_tokens=12)
+    chunks = client.completions.create(model="tiny", prompt=prompt, max_tokens=12, stream=True)
     pieces = [chunk.choices[0].text for chunk in chunks]
     assert "".join(pieces) == text
     assert not any("\ufffd" in piece for piece in pieces[:-2]) or "\ufffd" in text
@@ -187,7 +184,7 @@ def test_two_clients_at_once_are_served_in_the_order_they_came(client, trio, job
     prompts, answers, order = ["Once upon a time", PROMPT], {}, []
 
     def ask(prompt):
-        answers[prompt] = client.completions.create(model="tiny", prompt=prompt, max_tokens=48).choices[0].text
+        answers[prompt] = client.completions.create(model="tiny", prompt=prompt, max_tokens=24).choices[0].text
         order.append(prompt)
 
     threads = [threading.Thread(target=ask, args=(prompt,)) for prompt in prompts]
@@ -197,7 +194,7 @@ def test_two_clients_at_once_are_served_in_the_order_they_came(client, trio, job
     for thread in threads:
         thread.join(60)
     assert order == prompts
-    assert answers == {prompt: greedy(trio, prompt, max_new_tokens=48)[1] for prompt in prompts}
+    assert answers == {prompt: greedy(trio, prompt, max_new_tokens=24)[1] for prompt in prompts}
 
 
 @pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "whole"])

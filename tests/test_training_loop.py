@@ -104,7 +104,7 @@ def test_two_processes_train_as_one_run(tmp_path):
         *launch, "--mixed_precision", "no", "--dynamo_backend", "no", "-m", "weaver_hf", "train", "drafter",
         "--data", str(tmp_path / "data"), "--out", str(tmp_path / "out"), "--layers", "1", "--taps", "1", "--taps", "6",
         "--intermediate-size", "64", "--anchors", "112", "--batch-size", "2", "--anchors-per-sequence", "8",
-        "--max-seconds", "60",
+        "--max-seconds", "60", "--optimizer", "adamw",
     ]  # fmt: skip
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-2000:]
