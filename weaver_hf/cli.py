@@ -1,7 +1,6 @@
 """`weaver-hf`: see a Weaver at work, measure one, and convert one."""
 
 import sys
-from enum import Enum
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
@@ -22,9 +21,9 @@ from .acceptance import LOSSY, RULES
 from .bench import DOMAINS, load_prompts, run_bench
 from .bench.harness import environment, report
 from .bench.shapes import SHAPES
-from .checkpoints import speculators, trymirai, zlab
 from .cli_check import certify_command, doctor_command
 from .cli_common import JsonOption, TargetOption, WeaverOption, console_beside, load, write_json
+from .cli_convert import convert
 from .cli_hub import push
 from .cli_speed import bench_speed
 from .errors import EmptyPromptError, WeaverError
@@ -44,6 +43,7 @@ app.add_typer(train_app, name="train")
 app.command()(push)
 app.command("doctor")(doctor_command)
 app.command("certify")(certify_command)
+app.command()(convert)
 
 # In this order, one colour an accepted run; readable on dark and light backgrounds.
 RUN_COLOURS = ("green", "blue", "magenta", "dark_orange3")
@@ -334,48 +334,6 @@ def bench_table(data: dict[str, Any]) -> Table:
             end_section=row["domain"] == "all",
         )
     return table
-
-
-class Layout(str, Enum):
-    """Layouts that `convert` writes."""
-
-    weaver = "weaver"
-    zlab = "zlab"
-    speculators = "speculators"
-    trymirai = "trymirai"
-
-
-@app.command()
-def convert(
-    source: Annotated[str, typer.Argument(help="Drafter, with or without an adapter: a local folder or a Hub id.")],
-    destination: Annotated[Path, typer.Argument(help="Folder to write; for trymirai also a .pth file.")],
-    to: Annotated[Layout, typer.Option(help="Layout to write.")] = Layout.weaver,
-    adapter: Annotated[
-        str | None, typer.Option(help="Adapter to put beside the drafter: a .pth file, a local folder or a Hub id.")
-    ] = None,
-    output: JsonOption = None,
-) -> None:
-    """Write a drafter or an adapter in another layout; tensors are never changed, but a PEFT folder is merged.
-
-    weaver: ours, drafter and adapter in one folder. zlab, speculators: the drafter, for DFlash tools and vLLM.
-    trymirai: the adapter, for the authors' SGLang.
-
-    [dim]Example:[/] weaver-hf convert z-lab/Qwen3.6-27B-DFlash both --adapter trymirai/weaver
-    """
-    if destination.is_file() or (destination.is_dir() and any(destination.iterdir())):
-        raise typer.BadParameter(f"{destination} is there already; name a new one", param_hint="DESTINATION")
-    weaver = WeaverModel.from_pretrained(source, adapter=adapter).merge_adapter()
-    console = console_beside(output)
-    if to is Layout.weaver:
-        weaver.save_pretrained(destination)
-    elif to is Layout.trymirai:
-        trymirai.write(weaver, destination)
-    else:
-        {Layout.zlab: zlab, Layout.speculators: speculators}[to].write(weaver, destination)
-        if weaver.has_adapter:
-            console.print("The adapter is no part of this layout; write it with --to trymirai.", soft_wrap=True)
-    console.print(f"written to {destination}", soft_wrap=True, markup=False)
-    write_json({"source": source, "layout": to.value, "destination": str(destination)}, output, console)
 
 
 if __name__ == "__main__":

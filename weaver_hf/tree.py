@@ -281,7 +281,7 @@ class TokenTree:
     def _svg_row(self, row: int) -> str:
         nodes = self._nodes(row)
         depths = self.depths[row].tolist()
-        column, line = 130, 26
+        column, line = 150, 27
         # A leaf takes the next line; a parent stands beside its first child (children have larger indices).
         height: dict[int, float] = {}
         order = 0
@@ -295,28 +295,33 @@ class TokenTree:
         for node in reversed(range(len(nodes))):
             if nodes[node][3]:
                 height[node] = height[nodes[node][3][0]]
-        edges, texts = [], []
+        edges, boxes = [], []
+
+        def place(node: int) -> tuple[float, float]:
+            return 4 + depths[node] * column, 16 + height[node] * line
+
         for node, (label, probability, accepted, children) in enumerate(nodes):
-            x, y = 10 + depths[node] * column, 18 + height[node] * line
-            colour = "#1a7f37" if accepted else "#57606a"
+            x, y = place(node)
+            short = label if len(label) <= 12 else label[:11] + "…"
+            width = 12 + 7.3 * len(short) + (0 if node == 0 else 28)
             for child in children:
-                cx, cy = 10 + depths[child] * column, 18 + height[child] * line
-                stroke = "#1a7f37" if nodes[child][2] else "#d0d7de"
+                (cx, cy), (_, share, taken, _) = place(child), nodes[child]
                 edges.append(
-                    f'<path d="M{x + 84},{y - 4} C{x + 108},{y - 4} {cx - 28},{cy - 4} {cx - 6},{cy - 4}" '
-                    f'fill="none" stroke="{stroke}" stroke-width="{1 + 2 * nodes[child][1]:.2f}"/>'
+                    f'<path d="M{x + width:.0f},{y:.0f} C{cx - 12:.0f},{y:.0f} {cx - 24:.0f},{cy:.0f} {cx},{cy:.0f}" '
+                    f'fill="none" stroke="{"#1a7f37" if taken else "#8c959f"}" stroke-width="{1 + 2 * share:.2f}"/>'
                 )
-            weight = "bold" if accepted else "normal"
-            short = label if len(label) <= 11 else label[:10] + "…"
-            share = "" if node == 0 else f' <tspan fill="#8c959f" font-size="9">{probability:.2f}</tspan>'
-            texts.append(
-                f'<text x="{x}" y="{y}" fill="{colour}" font-weight="{weight}"><title>{html.escape(label)}</title>'
-                f"{html.escape(short)}{share}</text>"
+            # Boxes of their own colours: readable on a dark page too.
+            fill, edge, ink = ("#dafbe1", "#1a7f37", "#0f5323") if accepted else ("#f6f8fa", "#8c959f", "#24292f")
+            chance = "" if node == 0 else f' <tspan fill="#57606a" font-size="10">{probability:.2f}</tspan>'
+            boxes.append(
+                f'<rect x="{x}" y="{y - 10:.0f}" width="{width:.0f}" height="20" rx="4" fill="{fill}" stroke="{edge}"/>'
+                f'<text x="{x + 6}" y="{y + 4:.0f}" fill="{ink}" font-weight="{"bold" if accepted else "normal"}">'
+                f"<title>{html.escape(label)}</title>{html.escape(short)}{chance}</text>"
             )
-        width = 10 + (max(depths[: len(nodes)]) + 1) * column
+        total = 8 + (max(depths[: len(nodes)]) + 1) * column
         return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{18 + order * line:.0f}" '
-            f'font-family="monospace" font-size="12">{"".join(edges)}{"".join(texts)}</svg>'
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{total}" height="{8 + order * line:.0f}" '
+            f'font-family="monospace" font-size="12" xml:space="preserve">{"".join(edges)}{"".join(boxes)}</svg>'
         )
 
 

@@ -14,7 +14,7 @@ from ..configuration_weaver import TreeConfig, WeaverConfig
 from ..errors import CheckpointError
 from .zlab import layer_geometry, plain_tensors, written_geometry
 
-__all__ = ["IGNORED", "read_config", "recognizes", "write"]
+__all__ = ["IGNORED", "one_causality", "read_config", "recognizes", "write"]
 
 #: Copies of the target's embedding and head, which the drafter takes from the target itself.
 IGNORED = [r"^embed_tokens\.", r"^lm_head\."]
@@ -57,13 +57,23 @@ def read_config(config: dict[str, Any]) -> WeaverConfig:
         block_size=config["block_size"],
         mask_token_id=config["mask_token_id"],
         num_target_layers=config.get("num_target_layers"),
-        is_causal=False if config.get("sliding_window_non_causal") else None,
+        # Said of sliding layers; full ones are never causal here.
+        is_causal=False if config.get("sliding_window_non_causal") and _slides(layers) else None,
         tree_config=TreeConfig(builder="marginal"),
         base_model_name_or_path=verifier.get("name_or_path"),
         eos_token_id=layers.get("eos_token_id"),
         pad_token_id=layers.get("pad_token_id"),
         bos_token_id=layers.get("bos_token_id"),
     )
+
+
+def one_causality(config: WeaverConfig) -> bool:
+    """Whether all layers agree, so that vLLM, which reads one flag for all from this layout, runs them as trained."""
+    return config.is_causal is False or (config.is_causal is None and len(set(config.layer_types or [])) <= 1)
+
+
+def _slides(layers: dict[str, Any]) -> bool:
+    return "sliding_attention" in (layers.get("layer_types") or [])
 
 
 def write(weaver: Any, folder: Path) -> None:
@@ -87,7 +97,8 @@ def write(weaver: Any, folder: Path) -> None:
         "aux_hidden_state_layer_ids": [tap + 1 for tap in config.target_layer_ids],
         "mask_token_id": config.mask_token_id,
         "num_target_layers": config.num_target_layers,
-        "sliding_window_non_causal": config.is_causal is False,
+        # vLLM lets this decide for all layers, full ones too (`dflash_config.causal`).
+        "sliding_window_non_causal": config.is_causal is False or not _slides(config.to_dict()),
         "sample_from_anchor": False,
         "speculators_config": {
             "algorithm": "dflash",

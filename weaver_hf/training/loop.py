@@ -260,18 +260,15 @@ def command() -> str:
 def plot(folder: Path) -> None:
     """Acceptance over anchors from `log.jsonl`, where matplotlib is installed."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure  # not pyplot, whose backend is the caller's (a notebook's, say)
     except ImportError:
         return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    figure, axes = pyplot.subplots(figsize=(6, 4))
+    figure = Figure(figsize=(6, 4))
+    axes = figure.subplots()
     for name in [key for key in rows[-1] if " T=" in key]:
         axes.plot([row["anchors"] / 1e6 for row in rows], [row[name] for row in rows], marker=".", label=name)
     axes.set_xlabel("anchors trained (millions)")
     axes.set_ylabel("accepted drafted tokens a step")
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(folder / "acceptance.png", dpi=120, bbox_inches="tight")
-    pyplot.close(figure)

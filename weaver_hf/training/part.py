@@ -47,7 +47,9 @@ def train_part(
     """
     config = replace(config, held_out=min(config.held_out, max(len(data) // 10, 1)))
     accelerator = Accelerator(
-        mixed_precision=config.mixed_precision, dynamo_backend="inductor" if config.compile else "no"
+        cpu=not torch.cuda.is_available(),  # else several processes without GPUs would each train on their own
+        mixed_precision=config.mixed_precision,
+        dynamo_backend="inductor" if config.compile else "no",
     )
     target = unwrap(target).to(accelerator.device).eval().requires_grad_(False)
     weaver.config.check_target(target.config)
