@@ -23,6 +23,20 @@ transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
 
+# What these ask does not depend on transformers: they run under one version of it.
+ONCE = (
+    "test_kernel_", "test_conditional_kernels", "test_reference", "test_tree", "test_noise", "test_acceptance_law",
+    "test_marginal", "test_suffix", "test_study", "test_training_blocks", "test_training_coupling", "test_speed",
+    "test_cli_convert", "test_doctor",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.name.startswith(ONCE):
+            item.add_marker(pytest.mark.once)
+
+
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
