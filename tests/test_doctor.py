@@ -87,7 +87,7 @@ WRONGLY_DECLARED = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("window", "rope"))) for name in WRONGLY_DECLARED]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("window", "rope", "causality"))) for name in WRONGLY_DECLARED]
 )
 def test_what_is_declared_wrongly_is_named_with_the_line_that_corrects_it(case_of, name):
     case = case_of(embedded(**WRONGLY_DECLARED[name]))
@@ -133,6 +133,7 @@ def test_a_drafter_of_another_target_is_found(case_of):
     assert "right first tokens" in findings[0].found
 
 
+@pytest.mark.slow
 def test_a_fine_tuned_target_is_allowed_with_the_acceptance_that_was_measured(case_of, shared):
     target = copy.deepcopy(shared[0])
     with torch.no_grad():

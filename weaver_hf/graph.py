@@ -208,25 +208,27 @@ class CapturedStep:
         """The part as a graph; on a CPU the part itself."""
         if not self.anchors.is_cuda:
             return part
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # kernels compile and libraries allocate what a capture must not
-            for _ in range(2):
-                part()
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
-        gc.collect()
-        gc.disable()  # a graph that is collected while another is captured invalidates it
-        try:
-            with torch.cuda.graph(graph, pool=self.pool):
-                part()
-        finally:
-            if collecting:
-                gc.enable()
+        with torch.cuda.device(self.anchors.device):  # which need not be the current one
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):  # kernels compile and libraries allocate what a capture must not
+                for _ in range(2):
+                    part()
+            torch.cuda.current_stream().wait_stream(side)
+            torch.cuda.synchronize()
+            graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
+            gc.collect()
+            gc.disable()  # a graph that is collected while another is captured invalidates it
+            try:
+                with torch.cuda.graph(graph, pool=self.pool):
+                    part()
+            finally:
+                if collecting:
+                    gc.enable()
 
         def replay(part: Callable[[], None] = part) -> None:  # the part owns tensors that the graph reads
-            graph.replay()
+            with torch.cuda.device(self.anchors.device):
+                graph.replay()
 
         return replay
 
@@ -249,10 +251,11 @@ class CapturedStep:
 
     def send(self) -> None:
         """Begin to copy the accepted tokens to the host, behind what is launched so far."""
-        self.host.copy_(self.result, non_blocking=True)
-        if self.anchors.is_cuda:
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+        with torch.cuda.device_of(self.result):
+            self.host.copy_(self.result, non_blocking=True)
+            if self.result.is_cuda:
+                self._copied = torch.cuda.Event()
+                self._copied.record()
 
     def receive(self) -> tuple[list[tuple[int, int]], TokenTree]:
         """The nodes of the accepted path with the tokens chosen there, and the tree on the host; waits for them."""

@@ -61,7 +61,8 @@ def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     if use_triton(positions):
         from weaver_kernels.gumbel import gumbel as kernel  # Triton is asked for where it is used
 
-        return kernel(seeds, positions, vocab_size)
+        with torch.cuda.device_of(positions):
+            return kernel(seeds, positions, vocab_size)
     batch, count = positions.shape
     blocks = -(-vocab_size // 4)
     out = torch.empty(batch, count, 4 * blocks, device=positions.device)

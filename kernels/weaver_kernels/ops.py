@@ -88,7 +88,8 @@ def tree_attention(
         from .attention import tree_attention as kernel
 
         if takes(_attention_unsupported(query)):
-            return kernel(query, key, value, lens, topology, scaling, starts, window, gate=gate)
+            with torch.cuda.device_of(query):
+                return kernel(query, key, value, lens, topology, scaling, starts, window, gate=gate)
     if visible is None:
         visible = reference.visible_slots(topology, lens, key.shape[2], starts, window)
     output = reference.tree_attention(query, key, value, visible, scaling)

@@ -52,7 +52,8 @@ class ConditionalBuilder:
             from .conditional_kernels import grow_adapter  # Triton is asked for where it is used
 
             tree: dict[str, Any] = {"budget": self.budget, "widths": self.widths, "children": self.children}
-            return grow_adapter(anchors=context.anchors, **tree, **parts)
+            with torch.cuda.device_of(context.anchors):
+                return grow_adapter(anchors=context.anchors, **tree, **parts)
         return self.grow(context.block.token_ids, context.anchors, context.score)
 
     def grow(self, token_ids: Tensor, anchors: Tensor, score: Scorer) -> TokenTree:
