@@ -87,7 +87,11 @@ WRONGLY_DECLARED = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("window", "rope", "causality"))) for name in WRONGLY_DECLARED]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("window", "rope", "causality")))
+        for name in WRONGLY_DECLARED
+    ],
 )
 def test_what_is_declared_wrongly_is_named_with_the_line_that_corrects_it(case_of, name):
     case = case_of(embedded(**WRONGLY_DECLARED[name]))
