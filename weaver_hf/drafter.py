@@ -146,7 +146,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if use_triton(x) and not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and not torch.compiler.is_compiling() and use_triton(x):
             from weaver_kernels.fused import rms_norm  # Triton is asked for where it is used
 
             return rms_norm(x, self.weight, self.eps, plus_one=False)[0]
