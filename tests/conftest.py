@@ -26,7 +26,7 @@ transformers.logging.disable_progress_bar()
 # What these ask does not depend on transformers: they run under one version of it.
 ONCE = (
     "test_kernel_", "test_conditional_kernels", "test_reference", "test_tree", "test_noise", "test_acceptance_law",
-    "test_marginal", "test_suffix", "test_study", "test_training_blocks", "test_training_coupling", "test_speed",
+    "test_marginal", "test_suffix", "test_study", "test_training_", "test_speed",
     "test_cli_convert", "test_doctor",
 )  # fmt: skip
 

@@ -42,7 +42,7 @@ def cases():
         domain, number = DOMAINS[index // 30], index % 30
         # One group a prompt, so that its stock output is computed once, by one worker.
         marks = [pytest.mark.xdist_group(f"{domain}-{number}")] + ([pytest.mark.slow] if number >= 3 else [])
-        marks += [pytest.mark.once] if number >= 3 and number % 4 else []
+        marks += [pytest.mark.once] if number >= 3 and number % 6 else []
         for tree in TREES if number < 3 else IN_TURN:
             yield pytest.param(index, tree, id=f"{domain}-{number:02d}-{tree}", marks=marks)
 
