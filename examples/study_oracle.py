@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 
 from weaver_hf import TokenTree
-from weaver_hf.target.cache import TreeCache, check_verified
+from weaver_hf.target.cache import TreeCache, verify_tree
 from weaver_hf.target.compat import CACHE_KEY
 
 
@@ -64,17 +64,7 @@ class CommittedTexts:
     def logits(self, tree: TokenTree, keep: int) -> Tensor:
         """The target's logits after the last `keep` nodes of trees at the committed texts, `[B, keep, V]`."""
         plan = self.cache.plan(tree)
-        outputs = self.model(
-            input_ids=tree.token_ids,
-            position_ids=plan.position_ids,
-            attention_mask=dict.fromkeys(self.model.config.layer_types),
-            use_cache=True,
-            logits_to_keep=keep,
-            weaver_tree=plan,
-            **{CACHE_KEY: self.cache.cache},
-        )
-        check_verified(plan, len(self.cache.cache.layers))
-        return outputs.logits
+        return verify_tree(self.model, tree.token_ids, plan, self.cache.cache, logits_to_keep=keep)
 
 
 def stacked(caches: Sequence[Cache], longest: int) -> Cache:

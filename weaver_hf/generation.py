@@ -29,7 +29,7 @@ from .peft_weaver import weaver_in
 from .proposal import DraftContext, make_builder
 from .scoring import DraftRule, drafter_processors, is_stateless, process_nodes
 from .stats import GenerationStats
-from .target.cache import TreeCache, check_verified
+from .target.cache import TreeCache, verify_tree
 from .target.compat import CACHE_KEY
 from .tree import TokenTree
 
@@ -245,17 +245,8 @@ def verify(model: Any, state: "DecodeState", tree: TokenTree) -> Tensor:
         state.cache.commit()
     with state.stats.timed("verify"), state.listening():
         plan = state.cache.plan(tree)
-        outputs = model(
-            input_ids=tree.token_ids,
-            position_ids=plan.position_ids,
-            attention_mask=dict.fromkeys(model.config.layer_types),  # none: the plan says what a node sees
-            use_cache=True,
-            return_dict=True,
-            weaver_tree=plan,
-            **{CACHE_KEY: state.cache.cache},
-        )
-        check_verified(plan, len(state.cache.cache.layers))
-    return outputs.logits.to(state.device)
+        logits = verify_tree(model, tree.token_ids, plan, state.cache.cache)
+    return logits.to(state.device)
 
 
 def accept(state: "DecodeState", tree: TokenTree, logits: Tensor) -> None:

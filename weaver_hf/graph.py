@@ -23,8 +23,7 @@ from .drafter import DrafterContext, StaticContext
 from .noise import GumbelField
 from .proposal import DraftContext
 from .scoring import is_stateless, known_warpers, process_nodes
-from .target.cache import check_verified, padding_of
-from .target.compat import CACHE_KEY
+from .target.cache import padding_of, verify_tree
 from .target.fused import fuse_projections, listeners
 from .target.static_cache import StaticTreeCache, cannot_stack
 from .target.taps import TapStates
@@ -112,17 +111,7 @@ class CapturedStep:
         self.tree = TokenTree(*fields(self.tree), max_depth=self.tree.max_depth)
         self.tree.__dict__.update(ancestors=plan.topology.ancestors, depths=plan.topology.depths)
         with nullcontext() if self.sink is None else self.sink.listening():
-            outputs = self.model(
-                input_ids=self.tree.token_ids,
-                position_ids=plan.position_ids,
-                attention_mask=dict.fromkeys(self.model.config.layer_types),
-                use_cache=True,
-                return_dict=True,
-                weaver_tree=plan,
-                **{CACHE_KEY: self.cache.cache},
-            )
-        check_verified(plan, len(self.cache.cache.layers))
-        self.logits = outputs.logits
+            self.logits = verify_tree(self.model, self.tree.token_ids, plan, self.cache.cache)
         if self.sink is not None:
             for mine, new in zip(self.taps or (), self.sink.take(), strict=True):
                 mine.copy_(new)

@@ -93,14 +93,19 @@ def l2norm(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
 
-def tree_topology(parents: Tensor, width: int) -> TreeTopology:
-    """The topology of trees with `parents` int64 `[B, T]` for convolutions of `width` columns."""
+def tree_topology(parents: Tensor, width: int, ancestors: Tensor | None = None) -> TreeTopology:
+    """The topology of trees with `parents` int64 `[B, T]` for convolutions of `width` columns.
+
+    Args:
+        ancestors: bool `[B, T, T]` where the caller has it.
+    """
     nodes = parents.shape[1]
-    node = torch.arange(nodes, device=parents.device)
-    # Staying, or one step towards the root: squaring the relation doubles the distance that it covers.
-    ancestors = (parents[..., None] == node) | (node[:, None] == node)
-    for _ in range(max(nodes - 1, 1).bit_length()):
-        ancestors = (ancestors.float() @ ancestors.float()) > 0
+    if ancestors is None:
+        node = torch.arange(nodes, device=parents.device)
+        # Staying, or one step towards the root: squaring the relation doubles the distance that it covers.
+        ancestors = (parents[..., None] == node) | (node[:, None] == node)
+        for _ in range(max(nodes - 1, 1).bit_length()):
+            ancestors = (ancestors.float() @ ancestors.float()) > 0
     depths = ancestors.sum(-1) - 1
     words = F.pad(ancestors, (0, -nodes % 64)).unflatten(-1, (-1, 64)).long()
     bits = (words << torch.arange(64, device=parents.device)).sum(-1)

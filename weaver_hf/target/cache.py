@@ -16,8 +16,18 @@ from weaver_kernels import reference
 
 from ..errors import UnsupportedCacheError, UnsupportedModelError
 from ..tree import TokenTree
+from .compat import CACHE_KEY
 
-__all__ = ["LinearStash", "TreeCache", "TreeKVLayer", "TreeLinearLayer", "TreePlan", "check_cache", "check_verified"]
+__all__ = [
+    "LinearStash",
+    "TreeCache",
+    "TreeKVLayer",
+    "TreeLinearLayer",
+    "TreePlan",
+    "check_cache",
+    "check_verified",
+    "verify_tree",
+]
 
 
 @dataclass
@@ -177,6 +187,28 @@ def check_cache(cache: Cache | None) -> None:
         )
 
 
+def verify_tree(model: Any, token_ids: Tensor, plan: TreePlan, cache: Cache, **options: Any) -> Tensor:
+    """The target's logits after the nodes of trees, from a pass that has run the tree forward in every layer.
+
+    Args:
+        token_ids: int64 `[B, N]`.
+        cache: whose layers the plan was made for.
+        options: of the model's forward.
+    """
+    outputs = model(
+        input_ids=token_ids,
+        position_ids=plan.position_ids,
+        attention_mask=dict.fromkeys(model.config.layer_types),  # none: the plan says what a node sees
+        use_cache=True,
+        return_dict=True,
+        weaver_tree=plan,
+        **options,
+        **{CACHE_KEY: cache},
+    )
+    check_verified(plan, len(cache.layers))
+    return outputs.logits
+
+
 def check_verified(plan: TreePlan, layers: int) -> None:
     """Raise unless every layer has read this plan: a layer that ran another forward would corrupt the text.
 
@@ -246,7 +278,7 @@ class TreeCache:
 
     def plan(self, tree: TokenTree) -> TreePlan:
         """The facts of a tree that hangs at the end of the committed text."""
-        topology = reference.tree_topology(tree.parents, self.conv_width)
+        topology = reference.tree_topology(tree.parents, self.conv_width, tree.ancestors)
         positions = (self.lens + self.position_offset)[..., None] + tree.depths
         return TreePlan(topology, self.lens, positions, self.starts, self.mask)
 

@@ -4,8 +4,6 @@ Run: `python -m weaver_kernels.benchmarks.bench_causal_conv`. Nothing is timed u
 """
 
 import json
-import statistics
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,9 +11,9 @@ import torch
 from torch import Tensor
 
 from weaver_kernels import reference
+from weaver_kernels.benchmarks.timing import COLD, random_parents, time_captured
 from weaver_kernels.causal_conv import ConvConfig, causal_conv_tree, default_config, tree_topology
 
-COLD = 128 << 20  # bytes between two uses of a buffer: more than twice the second-level cache
 WIDTH = 4
 CONFIGS = [
     ConvConfig(*fields)
@@ -34,46 +32,6 @@ CONFIGS = [
         (8, 256, 4),
     )
 ]
-
-
-def time_captured(calls: list[Callable[[], Any]], repeats: int = 50) -> float:
-    """Median microseconds of one call, all of them captured one after the other in a CUDA graph.
-
-    Calls on enough distinct buffers find the cache cold. What they return is kept, so that outputs are distinct too.
-    """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls[:3]:
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = [call() for call in calls]
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    times = []
-    for repeat in range(repeats + 3):
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if repeat >= 3:
-            times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    del kept
-    return statistics.median(times)
-
-
-def random_parents(nodes: int, depth: int = 15) -> Tensor:
-    """`[1, T]`: a spine of `depth` nodes and random branches no deeper."""
-    gen = torch.Generator().manual_seed(0)
-    parents, depths = [-1], [0]
-    for node in range(1, nodes):
-        parent = node - 1 if node <= min(depth, nodes // 2) else int(torch.randint(node, (1,), generator=gen))
-        while depths[parent] >= depth:
-            parent = parents[parent]
-        parents.append(parent)
-        depths.append(depths[parent] + 1)
-    return torch.tensor([parents], device="cuda")
 
 
 def inputs(nodes: int, channels: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor, Tensor]:

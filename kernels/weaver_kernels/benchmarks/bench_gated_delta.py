@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weaver_kernels import reference
-from weaver_kernels.benchmarks.timing import copies, report, time_captured
+from weaver_kernels.benchmarks.timing import copies, random_parents, report, time_captured
 from weaver_kernels.gated_delta import GatedDeltaConfig, default_config, gated_delta_tree
 from weaver_kernels.reference import GatedDeltaStash, TreeTopology
 
@@ -55,19 +55,6 @@ class Case(NamedTuple):
 
     def size(self) -> int:
         return sum(x.numel() * x.element_size() for x in (*self.args, *self.stash))
-
-
-def random_parents(nodes: int, depth: int = 15, seed: int = 0) -> Tensor:
-    """`[1, T]`: a spine of `depth` nodes and random branches no deeper."""
-    gen = torch.Generator().manual_seed(seed)
-    parents, depths = [-1], [0]
-    for node in range(1, nodes):
-        parent = node - 1 if node <= min(depth, nodes // 2) else int(torch.randint(node, (1,), generator=gen))
-        while depths[parent] >= depth:
-            parent = parents[parent]
-        parents.append(parent)
-        depths.append(depths[parent] + 1)
-    return torch.tensor([parents], device="cuda")
 
 
 def make(nodes: int, heads: int = 48, dtype: torch.dtype = torch.bfloat16, kind: str = "tree", repeated: bool = False,

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-__all__ = ["COLD", "copies", "report", "time_captured"]
+__all__ = ["COLD", "copies", "random_parents", "report", "time_captured"]
 
 COLD = 128 << 20  # bytes between two uses of a buffer: more than twice the second-level cache of an H200
 
@@ -43,6 +44,19 @@ def time_captured(calls: Sequence[Callable[[], Any]], repeats: int = 50) -> floa
 def copies(size: int) -> int:
     """How many distinct sets of `size` bytes keep the cache cold, and at least enough to hide a graph's own launch."""
     return max(16, -(-COLD // size))
+
+
+def random_parents(nodes: int, depth: int = 15, seed: int = 0) -> Tensor:
+    """`[1, T]`: a spine of `depth` nodes and random branches no deeper."""
+    gen = torch.Generator().manual_seed(seed)
+    parents, depths = [-1], [0]
+    for node in range(1, nodes):
+        parent = node - 1 if node <= min(depth, nodes // 2) else int(torch.randint(node, (1,), generator=gen))
+        while depths[parent] >= depth:
+            parent = parents[parent]
+        parents.append(parent)
+        depths.append(depths[parent] + 1)
+    return torch.tensor([parents], device="cuda")
 
 
 def report(**row: Any) -> None:
