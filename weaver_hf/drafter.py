@@ -17,7 +17,7 @@ from torch import Tensor
 
 from weaver_kernels import ops
 from weaver_kernels.dispatch import use_triton
-from weaver_kernels.reference import TreeTopology
+from weaver_kernels.reference import TreeTopology, put_nodes
 
 __all__ = ["BlockDrafter", "DraftBlock", "DrafterContext", "StaticContext"]
 
@@ -129,7 +129,7 @@ class StaticContext(DrafterContext):
         slots = self.lens[:, None] + torch.arange(rows[0][0].shape[2], device=self.lens.device)
         for buffers, new in zip(self.layers, rows, strict=True):
             for buffer, row in zip(buffers, new, strict=True):
-                buffer.scatter_(2, slots[:, None, :, None].expand_as(row), row)
+                put_nodes(buffer, slots, row)
         self.lens += self.added
         self.positions += self.added
 
@@ -224,7 +224,7 @@ class DrafterAttention(nn.Module):
         buffers = context.layers[layer]
         slots = context.lens[:, None] + torch.arange(x.shape[1], device=x.device)
         for buffer, row in zip(buffers, self.key_value(x, rope), strict=True):
-            buffer.scatter_(2, slots[:, None, :, None].expand_as(row), row)
+            put_nodes(buffer, slots, row)
         out = ops.tree_attention(q, *buffers, context.lens, topology, self.dim**-0.5, window=self.window)
         return self.o_proj(out.flatten(-2))
 

@@ -29,6 +29,7 @@ __all__ = [
     "gather_nodes",
     "gating",
     "l2norm",
+    "put_nodes",
     "tree_attention",
     "tree_topology",
     "visible_slots",
@@ -271,8 +272,7 @@ def commit(buffers: TreeBuffers, path: Tensor, lengths: Tensor, lens: Tensor) ->
         buffers.state[layer].copy_(gated_delta_commit(buffers.state[layer], buffers.stash(layer), path, lengths))
     slots = lens[:, None] + torch.arange(path.shape[1], device=path.device)  # [B, P]
     for kv in buffers.kv.flatten(0, 1):  # [B, Hkv, S, D]
-        rows = gather_nodes(kv, lens[:, None] + path)
-        kv.scatter_(2, slots[:, None, :, None].expand_as(rows), rows)
+        put_nodes(kv, slots, gather_nodes(kv, lens[:, None] + path))
 
 
 def gather_nodes(x: Tensor, path: Tensor) -> Tensor:
@@ -307,6 +307,11 @@ def visible_slots(
         depth = torch.where(inside, topology.depths.gather(1, node.clamp(0, nodes - 1)), node)  # relative position
         visible = visible & (topology.depths[..., None] - depth[:, None] < window)
     return visible
+
+
+def put_nodes(x: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """Write `rows [B, H, P, D]` into `x [B, H, S, D]` at the slots of each text, int64 `[B, P]`, in place."""
+    x.scatter_(2, slots[:, None, :, None].expand_as(rows), rows)
 
 
 def tree_attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scaling: float) -> Tensor:

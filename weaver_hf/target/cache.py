@@ -140,7 +140,7 @@ class TreeKVLayer(DynamicLayer):
                 buffer[:, :, self.length : end] = states
             else:
                 slots = self.lens.to(states.device)[:, None] + torch.arange(nodes, device=states.device)
-                buffer.scatter_(2, slots[:, None, :, None].expand_as(states), states)
+                reference.put_nodes(buffer, slots, states)
         self.stash = nodes
         return self._keys[:, :, :end], self._values[:, :, :end]
 
@@ -152,8 +152,7 @@ class TreeKVLayer(DynamicLayer):
         path, lens = path.to(self._keys.device), self.lens.to(self._keys.device)
         slots = lens[:, None] + torch.arange(path.shape[1], device=path.device)  # [B, P]
         for buffer in (self._keys, self._values):
-            rows = reference.gather_nodes(buffer, lens[:, None] + path)
-            buffer.scatter_(2, slots[:, None, :, None].expand_as(rows), rows)
+            reference.put_nodes(buffer, slots, reference.gather_nodes(buffer, lens[:, None] + path))
         self.stash, self.lens, self.length = None, self.lens + lengths, longest
 
     def release(self) -> None:

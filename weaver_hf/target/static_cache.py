@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionLayer
 
 from weaver_kernels import ops
-from weaver_kernels.reference import TreeBuffers
+from weaver_kernels.reference import TreeBuffers, put_nodes
 
 from ..tree import TokenTree
 from .cache import TreePlan
@@ -45,9 +45,8 @@ class StaticKVLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write the nodes behind the committed rows of each text; returns the whole buffers."""
-        slots = self._slots[:, None, :, None].expand_as(key_states)
-        self.keys_buffer.scatter_(2, slots, key_states)
-        self.values_buffer.scatter_(2, slots, value_states)
+        put_nodes(self.keys_buffer, self._slots, key_states)
+        put_nodes(self.values_buffer, self._slots, value_states)
         return self.keys_buffer, self.values_buffer
 
     def get_seq_length(self) -> int:

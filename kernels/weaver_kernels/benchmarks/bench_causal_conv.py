@@ -3,15 +3,13 @@
 Run: `python -m weaver_kernels.benchmarks.bench_causal_conv`. Nothing is timed unless all results are right.
 """
 
-import json
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from weaver_kernels import reference
-from weaver_kernels.benchmarks.timing import COLD, random_parents, time_captured
+from weaver_kernels.benchmarks.timing import COLD, random_parents, report, time_captured
 from weaver_kernels.causal_conv import ConvConfig, causal_conv_tree, default_config, tree_topology
 
 WIDTH = 4
@@ -57,10 +55,6 @@ def gate(nodes: int, channels: int, config: ConvConfig) -> float:
             f"{torch.equal(stash, rows)}, wrong in the topology: {wrong}; nothing is timed"
         )
     return error
-
-
-def report(**row: Any) -> None:
-    print(json.dumps(row), flush=True)
 
 
 def bench_conv(nodes: int, channels: int, configs: list[ConvConfig]) -> None:

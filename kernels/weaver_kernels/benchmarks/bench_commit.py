@@ -13,7 +13,7 @@ from weaver_kernels import reference
 from weaver_kernels.commit import CommitConfig, commit
 from weaver_kernels.reference import TreeBuffers
 
-from .bench_causal_conv import report, time_captured
+from .timing import report, time_captured
 
 NODES, SLOTS, LEN = 64, 1024, 700
 
